@@ -1,0 +1,102 @@
+"""Fine-tune large language models on one GPU: composable memory techniques, exact by construction."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from lowmem.version import __version__
+
+if TYPE_CHECKING:
+    from lowmem.config import DataConfig, ModelConfig, TrainingConfig, WeightedPath
+    from lowmem.errors import UserError
+    from lowmem.memory.rule_of_thumb import estimate_memory_usage
+    from lowmem.observers import Event, Observer
+    from lowmem.strategies import (
+        EMA,
+        AdamW,
+        AdamW8bit,
+        ChunkedCrossEntropy,
+        Compile,
+        GradientAccumulation,
+        GradientCheckpointing,
+        GradientClipping,
+        LoRA,
+        MixedPrecision,
+        OptimizerInBackward,
+        Packing,
+        PureBF16,
+        Quantization,
+    )
+    from lowmem.strategy import ConflictError, Stage, Strategy, Trait
+    from lowmem.trainer import Trainer
+
+# Importing torch takes seconds, and `lowmem --help` needs none of it: every public name is loaded when it is first used.
+_HOME = {
+    "Trainer": "trainer",
+    **dict.fromkeys(("TrainingConfig", "ModelConfig", "DataConfig", "WeightedPath"), "config"),
+    **dict.fromkeys(("Strategy", "Stage", "Trait", "ConflictError"), "strategy"),
+    **dict.fromkeys(("Event", "Observer"), "observers"),
+    "UserError": "errors",
+    "estimate_memory_usage": "memory.rule_of_thumb",
+    **dict.fromkeys(
+        (
+            "GradientAccumulation",
+            "GradientCheckpointing",
+            "MixedPrecision",
+            "PureBF16",
+            "LoRA",
+            "Quantization",
+            "AdamW",
+            "AdamW8bit",
+            "GradientClipping",
+            "ChunkedCrossEntropy",
+            "Packing",
+            "OptimizerInBackward",
+            "EMA",
+            "Compile",
+        ),
+        "strategies",
+    ),
+}
+
+__all__ = [  # noqa: RUF022 - the order is the reader's: the trainer, the numbers, the strategies
+    "Trainer",
+    "TrainingConfig",
+    "ModelConfig",
+    "DataConfig",
+    "WeightedPath",
+    "Strategy",
+    "Stage",
+    "Trait",
+    "ConflictError",
+    "UserError",
+    "Event",
+    "Observer",
+    "estimate_memory_usage",
+    "GradientAccumulation",
+    "GradientCheckpointing",
+    "MixedPrecision",
+    "PureBF16",
+    "LoRA",
+    "Quantization",
+    "AdamW",
+    "AdamW8bit",
+    "GradientClipping",
+    "ChunkedCrossEntropy",
+    "Packing",
+    "OptimizerInBackward",
+    "EMA",
+    "Compile",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(f"lowmem.{_HOME[name]}"), name)
+    raise AttributeError(f"module 'lowmem' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,190 @@
+"""The numbers of a run: plain dataclasses without logic. Their fields are the keys of a recipe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from lowmem.errors import UserError
+
+Scheduler = Literal["linear", "cosine", "constant", "constant_with_warmup"]
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model is loaded, and how (recipe block `model`).
+
+    Attributes:
+        name_or_path: hub id, local folder, or GGUF file.
+        revision: branch, tag or commit on the hub; null is the default branch.
+        dtype: dtype of the frozen weights; `auto` keeps the checkpoint's. Trainable 16-bit weights are raised to
+            float32 whatever stands here, unless `pure_bf16` is among the strategies.
+        attn_implementation: as in transformers; null lets transformers choose.
+        trust_remote_code: run modelling code that comes with the weights.
+    """
+
+    name_or_path: str
+    revision: str | None = None
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    attn_implementation: str | None = None
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class WeightedPath:
+    """One file of several, with how often its rows count (2.0: every row twice; 0.5: every second row).
+
+    Attributes:
+        path: a data file.
+        weight: passes over the file per epoch; above 0.
+    """
+
+    path: str
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What the model learns from (recipe block `data`).
+
+    Attributes:
+        train: a path (JSON, JSONL, text), a list of paths with weights, or a hub id.
+        eval: the same, for the evaluation loss; null evaluates nothing.
+        exact_match: prompts with reference answers (chat, instruction or prompt/completion rows). The model answers
+            them greedily before and after training, and the share of equal answers is reported.
+        format: how a row is read; `auto` decides by its keys.
+        train_on: `completions` supervises answers only, `everything` every token. Null: completions where a row has a
+            prompt, everything for plain text.
+        on_bad_row: `error` stops at a row that cannot be read, `skip` counts it and goes on.
+    """
+
+    train: str | list[str | WeightedPath] | None = None
+    eval: str | list[str | WeightedPath] | None = None
+    exact_match: str | None = None
+    format: Literal["auto", "messages", "instruction", "prompt_completion", "text", "tokens"] = "auto"
+    train_on: Literal["completions", "everything"] | None = None
+    on_bad_row: Literal["error", "skip"] = "error"
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """What is computed (recipe block `training`); no strategy changes it.
+
+    Names and meanings are those of transformers' `TrainingArguments`, except `batch_size` (rows per optimizer step
+    over all devices) and `max_length` (tokens; longer rows are cut).
+
+    Attributes:
+        batch_size: rows per optimizer step.
+        eval_batch_size: rows per forward pass of an evaluation.
+        learning_rate: peak learning rate.
+        lr_scheduler_type: shape of the schedule after the warm-up.
+        warmup_ratio: share of all optimizer steps spent warming up; not together with `warmup_steps`.
+        warmup_steps: optimizer steps spent warming up.
+        weight_decay: decoupled weight decay of tensors with two or more dimensions (norms and biases are spared).
+        max_grad_norm: global norm to which gradients are clipped; null switches clipping off.
+        num_train_epochs: passes over the training rows (may be a fraction).
+        max_steps: optimizer steps; overrides `num_train_epochs`.
+        max_length: longest row, in tokens.
+        seed: seeds the data order, dropout and new weights.
+        shuffle: a new order of rows every epoch.
+        output_dir: the run folder; null writes nothing.
+        logging_steps: optimizer steps between two logged lines.
+        eval_steps: optimizer steps between two evaluations; null evaluates once, at the end.
+        save_steps: optimizer steps between two checkpoints; null saves none.
+        save_total_limit: how many checkpoints are kept (the best and the newest always are).
+        metric_for_best_model: evaluation metric that names the best checkpoint (`eval_loss`).
+        load_best_model_at_end: the weights of the best checkpoint are the result of the run.
+    """
+
+    batch_size: int = 8
+    eval_batch_size: int = 8
+    learning_rate: float = 5e-5
+    lr_scheduler_type: Scheduler = "linear"
+    warmup_ratio: float = 0.0
+    warmup_steps: int = 0
+    weight_decay: float = 0.0
+    max_grad_norm: float | None = 1.0
+    num_train_epochs: float = 1.0
+    max_steps: int | None = None
+    max_length: int = 1024
+    seed: int = 42
+    shuffle: bool = True
+    output_dir: str | None = None
+    logging_steps: int = 10
+    eval_steps: int | None = None
+    save_steps: int | None = None
+    save_total_limit: int | None = None
+    metric_for_best_model: str | None = None
+    load_best_model_at_end: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "eval_batch_size", "logging_steps", "max_length"):
+            _positive(name, getattr(self, name))
+        for name in ("max_steps", "eval_steps", "save_steps", "save_total_limit", "max_grad_norm"):
+            if getattr(self, name) is not None:
+                _positive(name, getattr(self, name))
+        _positive("num_train_epochs", self.num_train_epochs)
+        if self.max_length < 2:
+            raise UserError("training.max_length: at least 2 tokens are needed to predict one; got 1")
+        if self.learning_rate < 0 or self.weight_decay < 0 or self.warmup_steps < 0:
+            raise UserError("training: learning_rate, weight_decay and warmup_steps cannot be negative")
+        if not 0 <= self.warmup_ratio < 1:
+            raise UserError(f"training.warmup_ratio: a share from 0 to below 1; got {self.warmup_ratio}")
+        if self.warmup_ratio and self.warmup_steps:
+            raise UserError("training: give warmup_ratio or warmup_steps, not both")
+        if self.lr_scheduler_type == "constant" and (self.warmup_ratio or self.warmup_steps):
+            raise UserError(
+                "training.lr_scheduler_type: constant has no warm-up; use constant_with_warmup, or drop the warm-up"
+            )
+        if self.metric_for_best_model not in (None, "eval_loss"):
+            raise UserError(
+                f"training.metric_for_best_model: only eval_loss is measured; got {self.metric_for_best_model}"
+            )
+        if self.save_total_limit and not self.save_steps:
+            raise UserError("training.save_total_limit: has no effect without save_steps")
+        self._check_best()
+
+    def _check_best(self) -> None:
+        wanted = self.metric_for_best_model or self.load_best_model_at_end
+        if not wanted:
+            return
+        if not self.save_steps or not self.eval_steps:
+            raise UserError("training: tracking the best model needs save_steps and eval_steps")
+        if self.save_steps % self.eval_steps:
+            raise UserError(
+                f"training.save_steps: {self.save_steps} is no multiple of eval_steps {self.eval_steps}; "
+                "the best checkpoint could not be told"
+            )
+
+
+@dataclass
+class LoadConfig:
+    """How the model will be loaded; strategies change it in `configure`.
+
+    Attributes:
+        model: what the user asked for.
+        dtype: dtype of the weights as loaded (`auto`: the checkpoint's).
+        trainable_dtype: 16-bit trainable weights are raised to it; null leaves them alone.
+        attn_implementation: attention kernel by transformers' name; null lets transformers choose.
+        device: where the weights are loaded.
+        from_pretrained: further keyword arguments of `from_pretrained`.
+    """
+
+    model: ModelConfig | None
+    dtype: str = "auto"
+    trainable_dtype: str | None = "float32"
+    attn_implementation: str | None = None
+    device: Any = "cpu"
+    from_pretrained: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: ModelConfig | None, device: Any) -> LoadConfig:
+        """What the recipe asks for, before any strategy has its say."""
+        if model is None:
+            return cls(None, device=device)
+        return cls(model, model.dtype, attn_implementation=model.attn_implementation, device=device)
+
+
+def _positive(name: str, value: float) -> None:
+    if value <= 0:
+        raise UserError(f"training.{name}: must be above 0; got {value}")

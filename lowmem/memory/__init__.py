@@ -1,0 +1,1 @@
+"""Where the bytes go: measured and by rule."""

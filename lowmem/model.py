@@ -1,0 +1,334 @@
+"""All knowledge of how a Hugging Face model is loaded, laid out and saved."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from lowmem.config import LoadConfig, ModelConfig
+from lowmem.errors import UserError
+
+# -- loading ----------------------------------------------------------------------------------------------------------
+
+
+def load_model(load: LoadConfig) -> nn.Module:
+    """The model a `LoadConfig` describes, on its device.
+
+    Raises:
+        UserError: it is neither a folder, nor a GGUF file, nor to be had from the hub.
+    """
+    from transformers import AutoModelForCausalLM
+
+    assert load.model is not None
+    options: dict[str, Any] = dict(load.from_pretrained)
+    if load.attn_implementation:
+        options["attn_implementation"] = load.attn_implementation
+    name, gguf = _locate(load.model)
+    with _hub_errors(load.model.name_or_path):
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(
+            name,
+            dtype=load.dtype,
+            revision=load.model.revision or "main",
+            trust_remote_code=load.model.trust_remote_code,
+            device_map={"": load.device},
+            **gguf,
+            **options,
+        )
+    return model
+
+
+def load_tokenizer(config: ModelConfig) -> Any:
+    """The tokenizer that lies beside the weights."""
+    from transformers import AutoTokenizer
+
+    name, gguf = _locate(config)
+    with _hub_errors(config.name_or_path):
+        return AutoTokenizer.from_pretrained(
+            name, revision=config.revision or "main", trust_remote_code=config.trust_remote_code, **gguf
+        )
+
+
+def load_model_config(config: ModelConfig) -> Any:
+    """The architecture alone (no weights are read)."""
+    from transformers import AutoConfig
+
+    name, gguf = _locate(config)
+    with _hub_errors(config.name_or_path):
+        return AutoConfig.from_pretrained(
+            name, revision=config.revision or "main", trust_remote_code=config.trust_remote_code, **gguf
+        )
+
+
+def _locate(config: ModelConfig) -> tuple[str, dict[str, str]]:
+    """What `from_pretrained` wants: a name, and for a GGUF file its folder and file name."""
+    from lowmem.fetch import resolve_model
+
+    path = Path(resolve_model(config.name_or_path))
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise UserError(f"model.name_or_path: there is no file {path.absolute()}")
+        return str(path.parent), {"gguf_file": path.name}
+    return str(path) if path.exists() else config.name_or_path, {}
+
+
+@contextmanager
+def _hub_errors(name: str) -> Iterator[None]:
+    """The long errors of the hub as one line."""
+    try:
+        yield
+    except OSError as error:
+        if Path(name).exists():
+            raise UserError(f"model.name_or_path: {name}: {str(error).splitlines()[0]}") from error
+        raise UserError(
+            f"model.name_or_path: {name} is no local folder or file ({Path(name).absolute()}), and the hub does not give "
+            "it: check the spelling and the connection, and for a gated model log in with `hf auth login`"
+        ) from error
+
+
+def raise_trainable_dtype(model: nn.Module, dtype: str | None) -> None:
+    """Raise 16-bit trainable weights to `dtype`, so that small updates are not rounded away.
+
+    Args:
+        model: changed in place; frozen weights keep their dtype.
+        dtype: `float32`, or null to leave all weights alone.
+    """
+    if dtype is None:
+        return
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
+            parameter.data = parameter.data.to(getattr(torch, dtype))
+
+
+# -- layout -----------------------------------------------------------------------------------------------------------
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The transformers model inside peft's wrapper; any other model as it is."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The decoder layers, in order.
+
+    Raises:
+        UserError: no list of like layers is found.
+    """
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) and _is_layer(m[0])]
+    if not lists:
+        raise UserError(f"{type(unwrapped(model)).__name__}: no list of decoder layers found")
+    return list(max(lists, key=len))
+
+
+def _is_layer(module: nn.Module) -> bool:
+    # A layer holds several modules with weights of their own; lists of experts or of plain linears are not meant.
+    return sum(1 for child in module.children() if any(True for _ in child.parameters())) >= 2
+
+
+def head(model: nn.Module) -> nn.Linear:
+    """The linear layer that makes logits.
+
+    Raises:
+        UserError: there is none, or it is not a plain linear layer.
+    """
+    inner = unwrapped(model)
+    find = getattr(inner, "get_output_embeddings", None)
+    module = find() if find else getattr(inner, "lm_head", None)
+    saved = getattr(module, "modules_to_save", None)
+    if saved is not None:  # peft keeps a trainable copy beside the frozen original
+        module = saved[module.active_adapter]  # type: ignore[union-attr,index]
+    if module is None or type(module).forward is not nn.Linear.forward:
+        raise UserError(
+            f"{type(inner).__name__}: its head is {type(module).__name__}, not a plain linear layer; "
+            "leave the head out of target_modules, or drop chunked_cross_entropy"
+        )
+    assert isinstance(module, nn.Linear)
+    return module
+
+
+@contextmanager
+def without_head(model: nn.Module) -> Iterator[None]:
+    """Inside, the model returns hidden states where it returned logits, and applies no final soft cap.
+
+    A linear factor on the logits (Cohere, Granite) still acts, on the hidden states, which is the same.
+    """
+    linear, config = head(model), _text_config(model)
+    cap = getattr(config, "final_logit_softcapping", None)
+    linear.forward = lambda hidden: hidden  # type: ignore[method-assign]
+    if cap:
+        config.final_logit_softcapping = None
+    try:
+        yield
+    finally:
+        del linear.forward
+        if cap:
+            config.final_logit_softcapping = cap
+
+
+def final_softcap(model: nn.Module) -> float | None:
+    """c in logits = c * tanh(logits / c), where the model has it (Gemma 2 and later)."""
+    cap = getattr(_text_config(model), "final_logit_softcapping", None)
+    return float(cap) if cap else None
+
+
+def _text_config(model: nn.Module) -> Any:
+    config = getattr(unwrapped(model), "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def linears(model: nn.Module) -> dict[str, nn.Module]:
+    """The linear layers inside the decoder layers by their full names, without those that route to experts."""
+    inside = {id(module) for block in blocks(model) for module in block.modules()}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if id(module) in inside and isinstance(module, _linear_classes()) and not _routes(name, module, model)
+    }
+
+
+def adaptable(model: nn.Module) -> list[str]:
+    """Shortest names that pick out `linears(model)`, for peft: last parts where they are unambiguous, else full names."""
+    wanted = linears(model)
+    others = {name.rsplit(".", 1)[-1] for name, _ in model.named_modules() if name not in wanted}
+    last_parts = {name.rsplit(".", 1)[-1] for name in wanted}
+    return sorted(last_parts) if not last_parts & others else sorted(wanted)
+
+
+def parent_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that holds `name`, and the attribute it is held under."""
+    path, _, attribute = name.rpartition(".")
+    return model.get_submodule(path), attribute
+
+
+def embedding_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Weights of embedding layers (a head tied to one is the same tensor)."""
+    return [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
+
+
+def is_gguf(config: ModelConfig) -> bool:
+    """Whether the name leads to a GGUF file."""
+    return "gguf_file" in _locate(config)[1]
+
+
+def _linear_classes() -> tuple[type[nn.Module], ...]:
+    from transformers.pytorch_utils import Conv1D
+
+    return (nn.Linear, Conv1D)
+
+
+def _routes(name: str, module: nn.Module, model: nn.Module) -> bool:
+    config = _text_config(model)
+    experts = {getattr(config, key, None) for key in ("num_local_experts", "num_experts", "n_routed_experts")} - {None}
+    last = name.rsplit(".", 1)[-1]
+    return last in ("router", "gate") and getattr(module, "out_features", None) in experts
+
+
+def wrap_forward(module: nn.Module, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace a module's forward by `make(forward)`. Parameter names stay as they are."""
+    module.forward = make(module.forward)
+
+
+def call(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    """Logits of shape (rows, length, vocabulary) for a collated micro-batch.
+
+    Raises:
+        UserError: the model's forward cannot take the inputs, or returns no logits without labels.
+    """
+    inner = unwrapped(model)
+    named = inspect.signature(inner.forward).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in named.values())
+    given: dict[str, Any] = {k: v for k, v in inputs.items() if k not in ("labels", "loss_weights")}
+    for name in given:
+        if name not in named and not takes_any:
+            raise UserError(f"{type(inner).__name__}.forward takes no {name}, which this run needs")
+    if "use_cache" in named or (takes_any and hasattr(getattr(inner, "config", None), "use_cache")):
+        given["use_cache"] = False
+    try:
+        output = model(**given)
+    except TypeError as error:
+        if "labels" in str(error):
+            raise UserError(f"{type(inner).__name__}.forward must return logits without labels: {error}") from error
+        raise
+    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    if logits is None:
+        raise UserError(f"{type(inner).__name__}.forward returns {type(output).__name__}, in which there are no logits")
+    return logits
+
+
+# -- saving -----------------------------------------------------------------------------------------------------------
+
+
+def save_pretrained(model: nn.Module, tokenizer: Any, folder: Path) -> None:
+    """The result of a run: an adapter in peft's format, or a whole model in transformers' format."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained(folder)  # type: ignore[operator]
+    else:
+        save_file(named_state(model), folder / "model.safetensors", metadata={"format": "pt"})
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+def save_weights(model: nn.Module, folder: Path) -> None:
+    """The trainable weights of a checkpoint: peft's own files for an adapter, else all weights by parameter name."""
+    if _is_peft(model):
+        model.save_pretrained(folder)  # type: ignore[operator]
+        return
+    save_file(named_state(model), folder / "model.safetensors", metadata={"format": "pt"})
+    config = getattr(model, "config", None)
+    if hasattr(config, "save_pretrained"):
+        config.save_pretrained(folder)
+
+
+def load_weights(model: nn.Module, folder: Path) -> None:
+    """Take back what `save_weights` wrote, in place.
+
+    Raises:
+        UserError: a key is missing, unexpected, or of another shape.
+    """
+    if _is_peft(model):
+        from peft import get_peft_model_state_dict
+
+        # peft strips the adapter's name from the keys; the tensors are the live ones, so copying into them loads.
+        _copy_into(get_peft_model_state_dict(model), folder / "adapter_model.safetensors")
+    else:
+        _copy_into(_state(model), folder / "model.safetensors")
+
+
+def named_state(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters (tied ones once) and persistent buffers, by name, as contiguous tensors."""
+    return {name: tensor.contiguous() for name, tensor in _state(model).items()}
+
+
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    everything = model.state_dict()
+    shared = {name for name, _ in model.named_parameters(remove_duplicate=False)} - {
+        n for n, _ in model.named_parameters()
+    }
+    return {name: tensor.detach() for name, tensor in everything.items() if name not in shared}
+
+
+def _is_peft(model: nn.Module) -> bool:
+    return hasattr(model, "peft_config")
+
+
+def _copy_into(live: dict[str, Tensor], path: Path) -> None:
+    with safe_open(path, framework="pt") as file, torch.no_grad():
+        stored = set(file.keys())
+        missing, unexpected = sorted(live.keys() - stored), sorted(stored - live.keys())
+        if missing or unexpected:
+            raise UserError(
+                f"{path}: missing {missing[:3]}, unexpected {unexpected[:3]}; it belongs to another model or recipe"
+            )
+        for name, tensor in live.items():
+            value = file.get_tensor(name)
+            if value.shape != tensor.shape:
+                raise UserError(f"{path}: {name} has shape {tuple(value.shape)}, the model wants {tuple(tensor.shape)}")
+            tensor.copy_(value)

@@ -1,0 +1,1 @@
+"""Pure functions with arithmetic in them."""

@@ -1,0 +1,34 @@
+"""Where every value of a recipe came from: a line of the file, or an override."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lowmem.yaml_lines import KeyPath, RecipeError
+
+
+@dataclass
+class Source:
+    """The values of a recipe before they are checked, with their origins.
+
+    Attributes:
+        name: the file, for messages.
+        tree: the parsed values; overrides change them.
+        origins: path of keys -> `file:line`, or the override.
+    """
+
+    name: str
+    tree: Any
+    origins: dict[KeyPath, str]
+
+    def error(self, path: KeyPath, reason: str) -> RecipeError:
+        """An error at `path`; its origin is that of the nearest enclosing key that has one."""
+        origin = next((self.origins[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self.origins), self.name)
+        where = ".".join(map(str, path))
+        # classes that check themselves name the key already
+        for start in range(min(2, len(path))):
+            named = str(path[start])
+            if reason.startswith((f"{named}.", f"{named}:")):
+                return RecipeError(f"{origin}: {'.'.join([*map(str, path[:start]), reason])}")
+        return RecipeError(f"{origin}: {where}: {reason}")

@@ -1,0 +1,81 @@
+"""What strategies and observers see of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lowmem.strategy import Trait
+
+if TYPE_CHECKING:
+    from lowmem.config import TrainingConfig
+
+T = TypeVar("T", float, Tensor)
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes that share the work: rank, size, and a sum over all of them."""
+
+    rank: int = 0
+    size: int = 1
+
+    def all_reduce(self, value: T) -> T:
+        """The sum of `value` over all ranks (one process: the value itself)."""
+        return value
+
+
+@dataclass
+class Run:
+    """The view of a run that is handed to strategies; the trainer fills it as the parts are built.
+
+    Attributes:
+        config: the training numbers.
+        device: where the model computes.
+        traits: what holds with the strategies of this run.
+        world: rank and size.
+        model: the wrapped model, once it exists.
+        trainable: name -> parameter, once the model exists.
+        optimizer: once it exists.
+        global_step: optimizer steps done.
+        metrics: what the current step has logged.
+        all_notices: one-line remarks for the user, kept in `result.json`.
+    """
+
+    config: TrainingConfig
+    device: torch.device
+    traits: frozenset[Trait]
+    world: World = World()
+    model: nn.Module | None = None
+    trainable: dict[str, nn.Parameter] = field(default_factory=dict)
+    optimizer: Optimizer | None = None
+    global_step: int = 0
+    metrics: dict[str, Any] = field(default_factory=dict)
+    all_notices: list[str] = field(default_factory=list)
+    _untold: list[str] = field(default_factory=list)
+
+    def log(self, **metrics: float | Tensor | bool) -> None:
+        """Add to the metrics of the current step (tensors are read only when a line is written)."""
+        self.metrics.update(metrics)
+
+    def notice(self, text: str) -> None:
+        """Tell the user once that a setting could not be honoured on this device."""
+        if text not in self.all_notices:
+            self.all_notices.append(text)
+            self._untold.append(text)
+
+    def take_notices(self) -> list[str]:
+        """The notices that nobody has been shown yet."""
+        untold, self._untold = self._untold, []
+        return untold
+
+
+def pick_device(model: object) -> torch.device:
+    """The meta device for a model without data; else CUDA where there is one; else the CPU."""
+    if isinstance(model, nn.Module) and any(p.is_meta for p in model.parameters()):
+        return torch.device("meta")
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,0 +1,69 @@
+"""The strategies: one file each. The table below is the whole registry."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lowmem.config import TrainingConfig
+from lowmem.strategies.accumulation import GradientAccumulation
+from lowmem.strategies.adamw import AdamW
+from lowmem.strategies.adamw_8bit import AdamW8bit
+from lowmem.strategies.checkpointing import GradientCheckpointing
+from lowmem.strategies.chunked_loss import ChunkedCrossEntropy
+from lowmem.strategies.clipping import GradientClipping
+from lowmem.strategies.compile import Compile
+from lowmem.strategies.ema import EMA
+from lowmem.strategies.in_backward import OptimizerInBackward
+from lowmem.strategies.lora import LoRA
+from lowmem.strategies.mixed_precision import MixedPrecision
+from lowmem.strategies.packing import Packing
+from lowmem.strategies.pure_bf16 import PureBF16
+from lowmem.strategies.quantization import Quantization
+from lowmem.strategy import Strategy
+
+STRATEGIES: dict[str, type[Strategy]] = {
+    "quantization": Quantization,
+    "lora": LoRA,
+    "chunked_cross_entropy": ChunkedCrossEntropy,
+    "gradient_checkpointing": GradientCheckpointing,
+    "compile": Compile,
+    "adamw": AdamW,
+    "adamw_8bit": AdamW8bit,
+    "pure_bf16": PureBF16,
+    "optimizer_in_backward": OptimizerInBackward,
+    "gradient_clipping": GradientClipping,
+    "ema": EMA,
+    "mixed_precision": MixedPrecision,
+    "gradient_accumulation": GradientAccumulation,
+    "packing": Packing,
+}
+
+
+def with_defaults(strategies: Sequence[Strategy], training: TrainingConfig) -> list[Strategy]:
+    """The given strategies, with an optimizer where there is none, and clipping for `max_grad_norm`."""
+    full = list(strategies)
+    if not any(strategy.slot == AdamW.slot for strategy in full):
+        full.append(AdamW())
+    if training.max_grad_norm is not None:
+        full.append(GradientClipping(training.max_grad_norm))
+    return full
+
+
+__all__ = [
+    "EMA",
+    "STRATEGIES",
+    "AdamW",
+    "AdamW8bit",
+    "ChunkedCrossEntropy",
+    "Compile",
+    "GradientAccumulation",
+    "GradientCheckpointing",
+    "GradientClipping",
+    "LoRA",
+    "MixedPrecision",
+    "OptimizerInBackward",
+    "Packing",
+    "PureBF16",
+    "Quantization",
+    "with_defaults",
+]

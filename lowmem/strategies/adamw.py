@@ -1,0 +1,52 @@
+"""AdamW: the optimizer that fills its slot where no other does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lowmem.run import Run
+from lowmem.strategy import MakeOptimizer, Stage, Strategy
+
+
+@dataclass
+class AdamW(Strategy):
+    """torch's AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101): two moments in the dtype of the weights.
+
+    Attributes:
+        betas: decay of the two moments.
+        eps: added to the root of the second moment.
+        fused: one kernel for the whole update. Null: wherever the device has it; the unfused update holds a copy of
+            all second moments for a while.
+    """
+
+    stage: ClassVar[Stage] = Stage.UPDATE
+    slot: ClassVar[str | None] = "optimizer"
+    saves: ClassVar[str] = "nothing: it is the measure of the others"
+    costs: ClassVar[str] = "two moments, 8 bytes per trainable float32 weight"
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    fused: bool | None = None
+
+    def wrap_optimizer(self, make: MakeOptimizer, run: Run) -> MakeOptimizer:
+        fused = run.device.type in ("cpu", "cuda") if self.fused is None else self.fused
+
+        def adamw(parameters: list[nn.Parameter]) -> Optimizer:
+            groups = decay_groups(parameters, run.config.weight_decay)
+            return torch.optim.AdamW(groups, lr=run.config.learning_rate, betas=self.betas, eps=self.eps, fused=fused)
+
+        return adamw
+
+
+def decay_groups(parameters: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """Parameter groups: matrices and embeddings decay; norms and biases, whatever their names, have one dimension."""
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]

@@ -1,0 +1,47 @@
+"""Gradient clipping by global norm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from lowmem.checks import require_finite_norm
+from lowmem.run import Run
+from lowmem.strategy import Stage, Step, Strategy, Trait
+
+
+@dataclass
+class GradientClipping(Strategy):
+    """Scales all gradients down together when their global norm is above a bound (Pascanu et al. 2013).
+
+    The trainer adds it for `training.max_grad_norm`. It logs the norm before clipping, in true (unscaled) units.
+
+    Attributes:
+        max_norm: the bound on the 2-norm over all trainable parameters.
+    """
+
+    stage: ClassVar[Stage] = Stage.CLIP
+    slot: ClassVar[str | None] = "clip"
+    saves: ClassVar[str] = "nothing: it keeps training stable"
+    costs: ClassVar[str] = "one pass over the gradients"
+    remedy: ClassVar[str] = "set max_grad_norm: null"
+
+    max_norm: float = 1.0
+
+    @property
+    def needs(self) -> frozenset[Trait]:
+        return frozenset({Trait.GRADS_AT_STEP})
+
+    def wrap_step(self, step: Step, run: Run) -> Step:
+        def clipped() -> None:
+            parameters = [p for p in run.trainable.values() if p.grad is not None]
+            norm: Tensor = get_total_norm([p.grad for p in parameters if p.grad is not None])
+            run.log(grad_norm=norm)
+            require_finite_norm(run, norm)
+            clip_grads_with_norm_(parameters, self.max_norm, norm)
+            step()
+
+        return clipped

@@ -1,0 +1,42 @@
+"""torch.compile, layer by layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from lowmem.errors import UserError
+from lowmem.model import blocks, wrap_forward
+from lowmem.run import Run
+from lowmem.strategy import Stage, Strategy
+
+
+@dataclass
+class Compile(Strategy):
+    """Compiles every decoder layer with torch.compile: like layers share one compilation.
+
+    Attributes:
+        backend: a torch.compile backend (`inductor`, `aot_eager`, ...).
+        dynamic: compile for any length at once; null lets torch find out which sizes change.
+    """
+
+    stage: ClassVar[Stage] = Stage.COMPILE
+    slot: ClassVar[str | None] = "compile"
+    saves: ClassVar[str] = "temporaries that fused kernels never write"
+    costs: ClassVar[str] = "compile time at the first steps, and again for new shapes"
+
+    backend: str = "inductor"
+    dynamic: bool | None = None
+
+    def __post_init__(self) -> None:
+        known = torch.compiler.list_backends(exclude_tags=())
+        if self.backend not in known:
+            raise UserError(f"compile.backend: there is no {self.backend}; known: {', '.join(sorted(known))}")
+
+    def wrap_model(self, model: nn.Module, run: Run) -> nn.Module:
+        for block in blocks(model):
+            wrap_forward(block, lambda forward: torch.compile(forward, backend=self.backend, dynamic=self.dynamic))
+        return model

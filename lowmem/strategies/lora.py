@@ -1,0 +1,104 @@
+"""LoRA: small trainable matrices beside frozen ones, through peft."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from lowmem.errors import UserError
+from lowmem.libraries import import_bitsandbytes
+from lowmem.model import adaptable
+from lowmem.run import Run
+from lowmem.strategy import Stage, Strategy, Trait
+
+
+@dataclass
+class LoRA(Strategy):
+    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685), rsLoRA (Kalajdzievski 2023) and DoRA (Liu et al. 2024).
+
+    Attributes:
+        r: rank of the adapters.
+        lora_alpha: scale; the adapter's output is multiplied by lora_alpha / r.
+        lora_dropout: dropout on the adapter's input.
+        target_modules: names of linear layers, or `all-linear` (all in the decoder layers, routers left alone).
+        use_rslora: scale by lora_alpha / sqrt(r).
+        use_dora: train magnitude and direction apart.
+        modules_to_save: names of modules that are trained in full and saved with the adapter.
+    """
+
+    stage: ClassVar[Stage] = Stage.ADAPT
+    slot: ClassVar[str | None] = "adapter"
+    exact: ClassVar[bool] = False
+    saves: ClassVar[str] = "gradients and optimizer state of all frozen weights"
+    costs: ClassVar[str] = "two thin matrix products per layer; an update of rank r"
+
+    r: int = 16
+    lora_alpha: float = 32
+    lora_dropout: float = 0.0
+    target_modules: str | list[str] = "all-linear"
+    use_rslora: bool = False
+    use_dora: bool = False
+    modules_to_save: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.r < 1:
+            raise UserError("lora.r: counts from 1")
+        if not 0 <= self.lora_dropout < 1:
+            raise UserError(f"lora.lora_dropout: from 0 to below 1; got {self.lora_dropout}")
+
+    @property
+    def provides(self) -> frozenset[Trait]:
+        return frozenset({Trait.TRAINABLE})
+
+    def wrap_model(self, model: nn.Module, run: Run) -> nn.Module:
+        import_bitsandbytes()  # before peft does
+        from peft import LoraConfig, get_peft_model
+
+        self._check_names(model)
+        self._check_dtype(model, run)
+        config = LoraConfig(
+            r=self.r,
+            lora_alpha=self.lora_alpha,  # type: ignore[arg-type]
+            lora_dropout=self.lora_dropout,
+            target_modules=self._targets(model),
+            use_rslora=self.use_rslora,
+            use_dora=self.use_dora,
+            modules_to_save=self.modules_to_save,
+            task_type="CAUSAL_LM" if hasattr(model, "prepare_inputs_for_generation") else None,
+        )
+        adapted: nn.Module = get_peft_model(model, config)  # type: ignore[arg-type]
+        return adapted
+
+    def _targets(self, model: nn.Module) -> list[str]:
+        if self.target_modules != "all-linear":
+            return [self.target_modules] if isinstance(self.target_modules, str) else self.target_modules
+        names = adaptable(model)
+        if not names:
+            raise UserError(f"lora.target_modules: {type(model).__name__} has no linear layer in its decoder layers")
+        return names
+
+    def _check_names(self, model: nn.Module) -> None:
+        """peft skips a name that matches nothing as long as another one matches."""
+        known = {part for name, _ in model.named_modules() for part in (name, name.rsplit(".", 1)[-1]) if part}
+        for field in ("target_modules", "modules_to_save"):
+            value: Any = getattr(self, field) or []
+            for name in [value] if isinstance(value, str) else value:
+                if name != "all-linear" and not any(k == name or k.endswith(f".{name}") for k in known):
+                    near = get_close_matches(
+                        name, sorted(k for k in known if "." not in k and not k.isdigit()), n=3, cutoff=0.4
+                    )
+                    raise UserError(
+                        f"lora.{field}: no module is called {name}" + (f"; near it: {', '.join(near)}" if near else "")
+                    )
+
+    def _check_dtype(self, model: nn.Module, run: Run) -> None:
+        narrow = any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters())
+        if self.modules_to_save and narrow and Trait.AUTOCAST not in run.traits:
+            raise UserError(
+                "lora.modules_to_save: they are trained in float32 and the model is 16-bit; add mixed_precision, "
+                "or set model.dtype: float32"
+            )

@@ -1,0 +1,109 @@
+"""Mixed precision: matrix products in 16 bits under autocast, weights and sums in 32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lowmem.config import LoadConfig
+from lowmem.errors import UserError
+from lowmem.run import Run
+from lowmem.strategy import ForwardBackward, Loss, Sample, Stage, Step, Strategy, Trait
+
+
+@dataclass
+class MixedPrecision(Strategy):
+    """torch.autocast around the loss; float16 adds a loss scale that finds its own size (Micikevicius et al. 2018).
+
+    An overflow under float16 skips the whole step: weights, clipping, averages and schedule stay, the scale is halved.
+
+    Attributes:
+        dtype: bfloat16 (no scale needed) or float16.
+        initial_scale: the first loss scale of float16.
+    """
+
+    stage: ClassVar[Stage] = Stage.PRECISION
+    slot: ClassVar[str | None] = "precision"
+    exact: ClassVar[bool] = False
+    saves: ClassVar[str] = "half of the activations inside layers; faster matrix products"
+    costs: ClassVar[str] = "16-bit copies of the weights while a pass runs, where they are 32-bit"
+    remedy: ClassVar[str] = "use dtype: bfloat16, which needs no loss scale"
+
+    dtype: Literal["bfloat16", "float16"] = "bfloat16"
+    initial_scale: float = 2.0**16
+    _scaler: Any = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.dtype == "bfloat16" and self.initial_scale != 2.0**16:
+            raise UserError("mixed_precision.initial_scale: has no effect with bfloat16, which needs no loss scale")
+
+    @property
+    def needs(self) -> frozenset[Trait]:
+        return frozenset({Trait.GRADS_AT_STEP}) if self.dtype == "float16" else frozenset()
+
+    @property
+    def provides(self) -> frozenset[Trait]:
+        return frozenset({Trait.AUTOCAST})
+
+    def configure(self, config: LoadConfig, run: Run) -> LoadConfig:
+        if run.device.type == "cuda" and self.dtype == "bfloat16" and not torch.cuda.is_bf16_supported(False):
+            raise UserError("mixed_precision.dtype: this card has no bfloat16; use float16")
+        if self.dtype == "float16":
+            self._scaler = torch.amp.GradScaler(run.device.type, init_scale=self.initial_scale)
+        return config
+
+    def wrap_loss(self, loss: Loss, run: Run) -> Loss:
+        def autocast(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+            with torch.autocast(run.device.type, dtype=getattr(torch, self.dtype)):
+                return loss(model, inputs)
+
+        return autocast
+
+    def wrap_forward_backward(self, forward_backward: ForwardBackward, run: Run) -> ForwardBackward:
+        if self._scaler is None:
+            return forward_backward
+
+        def scaled(micro_batches: list[list[Sample]], divisor: float | Tensor) -> Tensor:
+            if not torch.is_grad_enabled():
+                return forward_backward(micro_batches, divisor)
+            scale = self._scaler.scale(torch.ones((), device=run.device))
+            return forward_backward(micro_batches, divisor / scale) / scale
+
+        return scaled
+
+    def wrap_step(self, step: Step, run: Run) -> Step:
+        if self._scaler is None:
+            return step
+        scaler = self._scaler
+
+        def unscaled() -> None:
+            optimizer = _StandIn(list(run.trainable.values()), step)
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            run.log(loss_scale=scaler.get_scale(), skipped=not optimizer.stepped)
+
+        return unscaled
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self._scaler.state_dict()) if self._scaler else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._scaler.load_state_dict(state)
+
+
+class _StandIn:
+    """What the scaler takes for an optimizer: its step is the wrapped step, so a skip skips clipping and averages, too."""
+
+    def __init__(self, parameters: list[nn.Parameter], step: Callable[[], None]) -> None:
+        self.param_groups = [{"params": parameters}]
+        self._step = step
+        self.stepped = False
+
+    def step(self) -> None:
+        self.stepped = True
+        self._step()

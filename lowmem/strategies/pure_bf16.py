@@ -1,0 +1,70 @@
+"""Pure bfloat16: 16-bit weights and gradients, with updates that are rounded at random."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lowmem.config import LoadConfig
+from lowmem.ops.optimizers import PerParameter
+from lowmem.ops.rounding import stochastic_round
+from lowmem.run import Run
+from lowmem.strategy import MakeOptimizer, Stage, Strategy
+
+
+@dataclass
+class PureBF16(Strategy):
+    """All weights in bfloat16; the update is computed in float32 and rounded stochastically.
+
+    To nearest, an update below half a step of bfloat16 (1/256 of the weight) would vanish (Zamirai et al. 2020,
+    arXiv:2010.06192). The moments of the optimizer stay float32 (8-bit with adamw_8bit).
+    """
+
+    stage: ClassVar[Stage] = Stage.ROUNDING
+    slot: ClassVar[str | None] = "precision"
+    exact: ClassVar[bool] = False
+    saves: ClassVar[str] = "half of the weights, gradients and activations"
+    costs: ClassVar[str] = "rounding noise; a float32 copy of one parameter while it is updated"
+
+    def configure(self, config: LoadConfig, run: Run) -> LoadConfig:
+        return replace(config, dtype="bfloat16", trainable_dtype=None)
+
+    def wrap_model(self, model: nn.Module, run: Run) -> nn.Module:
+        # Parameters only: buffers such as rotary frequencies need their precision.
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(torch.bfloat16)
+        return model
+
+    def wrap_optimizer(self, make: MakeOptimizer, run: Run) -> MakeOptimizer:
+        def rounded(parameters: list[nn.Parameter]) -> Optimizer:
+            inner = {p: _stand_in(p, make) for p in parameters}
+
+            def step() -> None:
+                for parameter, (optimizer, wide) in inner.items():
+                    if parameter.grad is not None:
+                        _update(parameter, wide, optimizer)
+
+            return PerParameter(inner, step)
+
+        return rounded
+
+
+def _stand_in(parameter: nn.Parameter, make: MakeOptimizer) -> tuple[Optimizer, nn.Parameter]:
+    wide = nn.Parameter(parameter.detach().float())
+    optimizer = make([wide])
+    wide.data = wide.data.new_empty(0)  # between updates the stand-in holds nothing
+    return optimizer, wide
+
+
+@torch.no_grad()
+def _update(parameter: nn.Parameter, wide: nn.Parameter, optimizer: Optimizer) -> None:
+    assert parameter.grad is not None
+    wide.data, wide.grad = parameter.float(), parameter.grad.float()
+    optimizer.step()
+    parameter.copy_(stochastic_round(wide))
+    wide.data, wide.grad = wide.data.new_empty(0), None

@@ -1,0 +1,124 @@
+"""Quantization: frozen base weights in 4 or 8 bits, through bitsandbytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import nn
+
+from lowmem.config import LoadConfig
+from lowmem.errors import UserError
+from lowmem.libraries import import_bitsandbytes
+from lowmem.model import is_gguf, linears, parent_of
+from lowmem.run import Run
+from lowmem.strategy import Stage, Strategy, Trait
+
+
+@dataclass
+class Quantization(Strategy):
+    """QLoRA's base (Dettmers et al. 2023, arXiv:2305.14314): the linear layers of the decoder in few bits, all frozen.
+
+    Embeddings, norms and the head stay as they are. Weights on disk in safetensors are quantised while they are read;
+    a GGUF file, or a model handed over in memory, layer by layer.
+
+    Attributes:
+        format: nf4, fp4 or int8.
+        double_quant: quantise the 4-bit blocks' constants, too (0.4 bits per weight less).
+        compute_dtype: dtype of the matrix products.
+    """
+
+    stage: ClassVar[Stage] = Stage.QUANTIZE
+    slot: ClassVar[str | None] = "base_weights"
+    exact: ClassVar[bool] = False
+    saves: ClassVar[str] = "weights: 0.516 bytes each (nf4, double quantised) or 1 (int8) instead of 2"
+    costs: ClassVar[str] = "a dequantised copy of one layer's weight at a time; rounded base weights"
+    remedy: ClassVar[str] = "add lora, whose adapters are trained beside the frozen weights"
+
+    format: Literal["nf4", "fp4", "int8"] = "nf4"
+    double_quant: bool = True
+    compute_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+
+    @property
+    def needs(self) -> frozenset[Trait]:
+        return frozenset({Trait.TRAINABLE})
+
+    @property
+    def breaks(self) -> frozenset[Trait]:
+        return frozenset({Trait.TRAINABLE})
+
+    def configure(self, config: LoadConfig, run: Run) -> LoadConfig:
+        if config.model is None or is_gguf(config.model):
+            # Quantised in memory: layer by layer from the host, so that the card never holds the whole 16-bit model.
+            return replace(config, device=torch.device("cpu") if run.device.type == "cuda" else config.device)
+        return replace(
+            config, from_pretrained={**config.from_pretrained, "quantization_config": self._for_transformers()}
+        )
+
+    def wrap_model(self, model: nn.Module, run: Run) -> nn.Module:
+        for parameter in model.parameters():
+            parameter.requires_grad = False
+        converted = 0
+        for name, linear in linears(model).items():
+            if type(linear) is nn.Linear:
+                parent, attribute = parent_of(model, name)
+                setattr(parent, attribute, self._quantised(linear, run.device))
+                converted += 1
+        found = [m for m in linears(model).values() if type(m) is not nn.Linear]
+        if not found:
+            raise UserError(f"quantization: {type(model).__name__} has no linear layer that could be quantised")
+        for module in found:
+            # bitsandbytes would repack the weights for its CPU inference kernel at the first evaluation, with rounded
+            # constants: training after an evaluation would go on with other weights.
+            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+        self._report(model, run)
+        return model.to(run.device) if converted else model
+
+    def _quantised(self, linear: nn.Linear, device: torch.device) -> nn.Module:
+        bnb = import_bitsandbytes()
+        size = (linear.in_features, linear.out_features)
+        with torch.device("meta"):  # no memory for weights that are replaced at once
+            new: Any
+            if self.format == "int8":
+                new = bnb.nn.Linear8bitLt(*size, bias=linear.bias is not None, has_fp16_weights=False)
+            else:
+                new = bnb.nn.Linear4bit(
+                    *size,
+                    bias=linear.bias is not None,
+                    compute_dtype=getattr(torch, self.compute_dtype),
+                    compress_statistics=self.double_quant,
+                    quant_type=self.format,
+                )
+        if self.format == "int8":
+            new.weight = bnb.nn.Int8Params(linear.weight.data, requires_grad=False, has_fp16_weights=False).to(device)
+        else:
+            new.weight = bnb.nn.Params4bit(
+                linear.weight.data,
+                requires_grad=False,
+                compress_statistics=self.double_quant,
+                quant_type=self.format,
+                module=new,
+            )
+            new.weight = new.weight._quantize(device)
+        new.bias = linear.bias
+        return new.train(linear.training)  # type: ignore[no-any-return]
+
+    def _for_transformers(self) -> Any:
+        from transformers import BitsAndBytesConfig
+
+        import_bitsandbytes()  # before transformers does
+        if self.format == "int8":
+            return BitsAndBytesConfig(load_in_8bit=True)
+        return BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type=self.format,
+            bnb_4bit_use_double_quant=self.double_quant,
+            bnb_4bit_compute_dtype=self.compute_dtype,
+        )
+
+    def _report(self, model: nn.Module, run: Run) -> None:
+        """Say so where a large part of the weights is out of reach (fused experts are no linear layers)."""
+        left = sum(p.numel() for n, p in model.named_parameters() if "expert" in n and p.is_floating_point())
+        if left:
+            run.notice(f"quantization: {left:,} weights of fused experts are no linear layers and stay 16-bit")
