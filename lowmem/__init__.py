@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from lowmem.strategy import ConflictError, Stage, Strategy, Trait
     from lowmem.trainer import Trainer
 
-# Importing torch takes seconds, and `lowmem --help` needs none of it: every public name is loaded when it is first used.
+# Importing torch takes seconds, and `lowmem --help` needs none of it: a public name is loaded when it is first used.
 _HOME = {
     "Trainer": "trainer",
     **dict.fromkeys(("TrainingConfig", "ModelConfig", "DataConfig", "WeightedPath"), "config"),

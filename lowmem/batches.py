@@ -106,8 +106,8 @@ def _move(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
 
-def _padded(rows: Sequence[Sequence[Any]], length: int, value: int, dtype: type) -> Tensor:
-    out = np.full((len(rows), length), value, dtype=dtype)
+def _padded(rows: Sequence[Any], length: int, value: int, dtype: type) -> Tensor:
+    out: np.ndarray[Any, Any] = np.full((len(rows), length), value, dtype=dtype)
     for i, row in enumerate(rows):
         out[i, : len(row)] = row
     return torch.from_numpy(out)

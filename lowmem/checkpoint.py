@@ -15,8 +15,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lowmem.errors import UserError
-from lowmem.model import load_weights, save_weights
 from lowmem.strategy import Strategy
+from lowmem.weights import load_weights, save_weights
 
 _NAME = re.compile(r"checkpoint-(\d+)$")
 

@@ -33,12 +33,18 @@ def require_finite(run: Run) -> None:
     Raises:
         NonFiniteError: with the step, and what to do.
     """
-    if run.device.type == "meta":
-        return
-    loss = float(run.metrics["loss"])
-    if not math.isfinite(loss):
+    require_finite_loss(run, run.metrics["loss"])
+
+
+def require_finite_loss(run: Run, loss: float | Tensor) -> None:
+    """Stop when a loss is NaN or infinite; its gradient must not have reached the weights yet.
+
+    Raises:
+        NonFiniteError: with the step, and what to do.
+    """
+    if run.device.type != "meta" and not math.isfinite(value := float(loss)):
         raise NonFiniteError(
-            f"step {run.global_step + 1}: the loss is {loss}; the weights were not updated. Lower the learning rate, "
+            f"step {run.global_step + 1}: the loss is {value}; the weights were not updated. Lower the learning rate, "
             "look at the rows of this batch, or resume from the last checkpoint"
         )
 
@@ -51,8 +57,8 @@ def require_finite_norm(run: Run, norm: Tensor) -> None:
     """
     if run.device.type != "meta" and not math.isfinite(float(norm)):
         raise NonFiniteError(
-            f"step {run.global_step + 1}: the gradient's norm is {float(norm)} (loss {float(run.metrics['loss'])}); the "
-            "weights were not updated. Lower the learning rate, or resume from the last checkpoint"
+            f"step {run.global_step + 1}: the gradient's norm is {float(norm)} (loss {float(run.metrics['loss'])}); "
+            "the weights were not updated. Lower the learning rate, or resume from the last checkpoint"
         )
 
 

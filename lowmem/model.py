@@ -1,4 +1,4 @@
-"""All knowledge of how a Hugging Face model is loaded, laid out and saved."""
+"""All knowledge of how a Hugging Face model is loaded and laid out."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lowmem.config import LoadConfig, ModelConfig
@@ -88,8 +86,8 @@ def _hub_errors(name: str) -> Iterator[None]:
         if Path(name).exists():
             raise UserError(f"model.name_or_path: {name}: {str(error).splitlines()[0]}") from error
         raise UserError(
-            f"model.name_or_path: {name} is no local folder or file ({Path(name).absolute()}), and the hub does not give "
-            "it: check the spelling and the connection, and for a gated model log in with `hf auth login`"
+            f"model.name_or_path: {name} is no local folder or file ({Path(name).absolute()}), and the hub does not "
+            "give it: check the spelling and the connection, and for a gated model log in with `hf auth login`"
         ) from error
 
 
@@ -121,10 +119,10 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     Raises:
         UserError: no list of like layers is found.
     """
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) and _is_layer(m[0])]
+    lists = [list(m) for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) and _is_layer(m[0])]
     if not lists:
         raise UserError(f"{type(unwrapped(model)).__name__}: no list of decoder layers found")
-    return list(max(lists, key=len))
+    return max(lists, key=len)
 
 
 def _is_layer(module: nn.Module) -> bool:
@@ -159,9 +157,10 @@ def without_head(model: nn.Module) -> Iterator[None]:
 
     A linear factor on the logits (Cohere, Granite) still acts, on the hidden states, which is the same.
     """
-    linear, config = head(model), _text_config(model)
+    linear: Any = head(model)
+    config = _text_config(model)
     cap = getattr(config, "final_logit_softcapping", None)
-    linear.forward = lambda hidden: hidden  # type: ignore[method-assign]
+    linear.forward = lambda hidden: hidden
     if cap:
         config.final_logit_softcapping = None
     try:
@@ -179,7 +178,7 @@ def final_softcap(model: nn.Module) -> float | None:
 
 
 def _text_config(model: nn.Module) -> Any:
-    config = getattr(unwrapped(model), "config", None)
+    config: Any = getattr(unwrapped(model), "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
@@ -194,7 +193,7 @@ def linears(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def adaptable(model: nn.Module) -> list[str]:
-    """Shortest names that pick out `linears(model)`, for peft: last parts where they are unambiguous, else full names."""
+    """Names that pick out `linears(model)`, for peft: their last parts where those are unambiguous, else full names."""
     wanted = linears(model)
     others = {name.rsplit(".", 1)[-1] for name, _ in model.named_modules() if name not in wanted}
     last_parts = {name.rsplit(".", 1)[-1] for name in wanted}
@@ -209,7 +208,7 @@ def parent_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 def embedding_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Weights of embedding layers (a head tied to one is the same tensor)."""
-    return [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
+    return [m.weight for m in model.modules() if isinstance(m, nn.Embedding) and isinstance(m.weight, nn.Parameter)]
 
 
 def is_gguf(config: ModelConfig) -> bool:
@@ -260,75 +259,3 @@ def call(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
     if logits is None:
         raise UserError(f"{type(inner).__name__}.forward returns {type(output).__name__}, in which there are no logits")
     return logits
-
-
-# -- saving -----------------------------------------------------------------------------------------------------------
-
-
-def save_pretrained(model: nn.Module, tokenizer: Any, folder: Path) -> None:
-    """The result of a run: an adapter in peft's format, or a whole model in transformers' format."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if hasattr(model, "save_pretrained"):
-        model.save_pretrained(folder)  # type: ignore[operator]
-    else:
-        save_file(named_state(model), folder / "model.safetensors", metadata={"format": "pt"})
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
-
-
-def save_weights(model: nn.Module, folder: Path) -> None:
-    """The trainable weights of a checkpoint: peft's own files for an adapter, else all weights by parameter name."""
-    if _is_peft(model):
-        model.save_pretrained(folder)  # type: ignore[operator]
-        return
-    save_file(named_state(model), folder / "model.safetensors", metadata={"format": "pt"})
-    config = getattr(model, "config", None)
-    if hasattr(config, "save_pretrained"):
-        config.save_pretrained(folder)
-
-
-def load_weights(model: nn.Module, folder: Path) -> None:
-    """Take back what `save_weights` wrote, in place.
-
-    Raises:
-        UserError: a key is missing, unexpected, or of another shape.
-    """
-    if _is_peft(model):
-        from peft import get_peft_model_state_dict
-
-        # peft strips the adapter's name from the keys; the tensors are the live ones, so copying into them loads.
-        _copy_into(get_peft_model_state_dict(model), folder / "adapter_model.safetensors")
-    else:
-        _copy_into(_state(model), folder / "model.safetensors")
-
-
-def named_state(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters (tied ones once) and persistent buffers, by name, as contiguous tensors."""
-    return {name: tensor.contiguous() for name, tensor in _state(model).items()}
-
-
-def _state(model: nn.Module) -> dict[str, Tensor]:
-    everything = model.state_dict()
-    shared = {name for name, _ in model.named_parameters(remove_duplicate=False)} - {
-        n for n, _ in model.named_parameters()
-    }
-    return {name: tensor.detach() for name, tensor in everything.items() if name not in shared}
-
-
-def _is_peft(model: nn.Module) -> bool:
-    return hasattr(model, "peft_config")
-
-
-def _copy_into(live: dict[str, Tensor], path: Path) -> None:
-    with safe_open(path, framework="pt") as file, torch.no_grad():
-        stored = set(file.keys())
-        missing, unexpected = sorted(live.keys() - stored), sorted(stored - live.keys())
-        if missing or unexpected:
-            raise UserError(
-                f"{path}: missing {missing[:3]}, unexpected {unexpected[:3]}; it belongs to another model or recipe"
-            )
-        for name, tensor in live.items():
-            value = file.get_tensor(name)
-            if value.shape != tensor.shape:
-                raise UserError(f"{path}: {name} has shape {tuple(value.shape)}, the model wants {tuple(tensor.shape)}")
-            tensor.copy_(value)

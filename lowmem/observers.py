@@ -15,16 +15,22 @@ class Event:
     """One thing that happened.
 
     Attributes:
-        kind: `begin` (before the first step), `step` (after every optimizer step), `log` (every `logging_steps`),
-            `evaluate`, `save`, `finish` (trained, `result.json` not yet written), `end`, `notice`, or `ledger`.
+        kind: what happened; `metrics` then holds:
+            `begin` (before the first step): step, total_steps.
+            `step` (after every optimizer step): step, epoch, loss, learning_rate, tokens, supervised_tokens, seconds,
+            and what strategies logged (grad_norm; loss_scale and skipped under float16).
+            `log` (every `logging_steps`): the same, with loss averaged over the interval, and tokens_per_second.
+            `evaluate`: step, eval_loss, eval_tokens, eval_seconds.
+            `save`: step, path.
+            `ledger` (after the first step, where it is measured): rows (category -> bytes), peak_bytes.
+            `notice`, `status`: text.
+            `finish` (trained and saved, `result.json` not yet written): nothing.
+            `end`: step, and all that `result.json` holds.
         trainer: the run it happened in.
-        metrics: plain numbers and strings. `begin`: step, total_steps, epochs. `step`: step, loss, learning_rate, epoch, tokens,
-            supervised_tokens, seconds, and what strategies logged (grad_norm, skipped, loss_scale). `log`: the same, loss averaged
-            over the interval, plus tokens_per_second. `evaluate`: step, eval_loss, eval_tokens, eval_seconds. `save`: step, path.
-            `end`: step, train_loss, seconds, tokens. `notice`: text.
+        metrics: plain numbers and strings.
     """
 
-    kind: Literal["begin", "step", "log", "evaluate", "save", "finish", "end", "notice", "ledger"]
+    kind: Literal["begin", "step", "log", "evaluate", "save", "finish", "end", "notice", "status", "ledger"]
     trainer: Trainer
     metrics: Mapping[str, Any]
 

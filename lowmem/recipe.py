@@ -5,7 +5,8 @@ A recipe has the blocks `model`, `data`, `training` and `strategies`; their keys
 with a dot (`my_package.MyStrategy`) imports a class of the user's, from what is installed or from the recipe's folder.
 
 Relative paths under `model` and `data` start from the recipe's folder, so that a recipe and its data travel together.
-`training.output_dir` starts from the current directory, because results belong to who runs the recipe.
+Paths typed in overrides start from the current directory, and so does `training.output_dir`: results belong to who runs
+the recipe.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ def copy_recipe(name: str, destination: Path) -> list[Path]:
     Raises:
         UserError: a file is there already; nothing was written then.
     """
-    recipe = load_recipe(name)
+    recipe = load_recipe(name, check_files=False)
     assert recipe.path is not None
     source = recipe.path.absolute().parent
     target = destination if destination.suffix in (".yaml", ".yml") else destination / recipe.path.name

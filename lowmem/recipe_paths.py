@@ -105,18 +105,20 @@ def _resolve(text: str, key: KeyPath, source: Source, folder: Path, check: bool)
     if not text:
         raise source.error(key, "is empty")
     given = native(text).expanduser()
-    place = Path(os.path.normpath(folder.absolute() / given))
+    typed = source.is_override(key)
+    place = Path(os.path.normpath((Path.cwd() if typed else folder.absolute()) / given))
     if place.exists():
         # a model alias or a hub name is not shadowed by a folder that happens to be called the same
         return str(place) if _only_a_path(text) or "/" in text or place.is_file() else text
     if _only_a_path(text):
+        start = "the current directory, for overrides" if typed else "the recipe's folder"
         if check:
-            raise source.error(key, f"no such file: {place} (relative paths start from the recipe's folder)")
+            raise source.error(key, f"no such file: {place} (relative paths start from {start})")
         return str(place)
-    if given.exists() and "/" in text:
+    if "/" in text and given.exists():
         # libraries would take it from the current directory, and the recipe would work from there only
         raise source.error(
-            key, f"no such file: {place} (it exists in the current directory; paths start from the recipe)"
+            key, f"no such file: {place} (there is one in the current directory; paths start from the recipe)"
         )
     return text
 

@@ -23,8 +23,8 @@ class Source:
     origins: dict[KeyPath, str]
 
     def error(self, path: KeyPath, reason: str) -> RecipeError:
-        """An error at `path`; its origin is that of the nearest enclosing key that has one."""
-        origin = next((self.origins[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self.origins), self.name)
+        """An error at `path`, with its origin in front."""
+        origin = self.origin(path)
         where = ".".join(map(str, path))
         # classes that check themselves name the key already
         for start in range(min(2, len(path))):
@@ -32,3 +32,11 @@ class Source:
             if reason.startswith((f"{named}.", f"{named}:")):
                 return RecipeError(f"{origin}: {'.'.join([*map(str, path[:start]), reason])}")
         return RecipeError(f"{origin}: {where}: {reason}")
+
+    def origin(self, path: KeyPath) -> str:
+        """That of the nearest enclosing key that has one."""
+        return next((self.origins[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self.origins), self.name)
+
+    def is_override(self, path: KeyPath) -> bool:
+        """The value comes from the command line, not from the file."""
+        return self.origin(path).startswith("override ")

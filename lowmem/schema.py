@@ -161,7 +161,7 @@ def _describe_one(hint: Any) -> str:
         return "a mapping"
     if is_dataclass(hint) and isinstance(hint, type):
         return f"a mapping with {', '.join(field_types(hint))}"
-    return _WORDS.get(hint) or getattr(hint, "__name__", str(hint))
+    return _WORDS.get(hint) or str(getattr(hint, "__name__", hint))
 
 
 def _join(parts: list[str]) -> str:

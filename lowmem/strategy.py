@@ -89,14 +89,17 @@ class Strategy:
 
     @property
     def needs(self) -> frozenset[Trait]:
+        """What must hold for this strategy to work."""
         return frozenset()
 
     @property
     def provides(self) -> frozenset[Trait]:
+        """What holds because of this strategy."""
         return frozenset()
 
     @property
     def breaks(self) -> frozenset[Trait]:
+        """What no longer holds with this strategy."""
         return frozenset()
 
     @property

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from lowmem import checkpoint
+from lowmem.answers import ExactMatch
 from lowmem.batches import Cursor, to_device
 from lowmem.bookkeeping import Bookkeeping
 from lowmem.checks import FirstUpdate, require_finite, require_trainable
@@ -20,12 +21,13 @@ from lowmem.config import DataConfig, LoadConfig, ModelConfig, TrainingConfig
 from lowmem.data import TokenizedDataset, tokenize
 from lowmem.errors import UserError
 from lowmem.loss import count, next_token_cross_entropy, num_targets
-from lowmem.model import load_model, load_tokenizer, load_weights, raise_trainable_dtype, save_pretrained
+from lowmem.model import load_model, load_tokenizer, raise_trainable_dtype
 from lowmem.observers import Event, Observer
 from lowmem.run import Run, World, pick_device
 from lowmem.schedule import lr_lambda
 from lowmem.strategies import with_defaults
 from lowmem.strategy import Sample, Strategy, resolve, traits
+from lowmem.weights import load_weights, save_pretrained
 
 
 class Trainer:
@@ -98,7 +100,9 @@ class Trainer:
         from lowmem.recipe import load_recipe
 
         recipe = load_recipe(path, overrides)
-        return cls(recipe.model, None, None, None, recipe.training, recipe.strategies, observers, recipe.data)
+        own: list[Observer] = [ExactMatch(recipe.data.exact_match)] if recipe.data.exact_match else []
+        everyone = [*own, *observers]
+        return cls(recipe.model, None, None, None, recipe.training, recipe.strategies, everyone, recipe.data)
 
     def _wrap(self, method: str, part: Any) -> Any:
         for strategy in self.strategies:  # inner to outer

@@ -71,7 +71,7 @@ def parse_yaml(text: str, name: str) -> Document:
 def dump_yaml(value: Any) -> str:
     """Plain values as YAML 1.2 text, keys in the order given."""
     stream = io.StringIO()
-    writer = YAML(typ="safe", pure=True)
+    writer = _reader()
     writer.Representer = _QuotesSwitchWords
     writer.default_flow_style = False
     writer.allow_unicode = True
@@ -93,7 +93,7 @@ _QuotesSwitchWords.add_representer(str, _QuotesSwitchWords.represent_text)
 
 
 def _reader() -> Any:
-    # the pure parser: it alone resolves scalars by YAML 1.2, and it keeps line numbers
+    # the pure implementation: it alone resolves scalars by YAML 1.2, and it keeps line numbers
     return YAML(typ="safe", pure=True)
 
 
@@ -155,7 +155,7 @@ class _Values:
         return result
 
     def _scalar(self, node: ScalarNode) -> Any:
-        text, kind = node.value, node.tag.removeprefix(_TAG)
+        text, kind = node.value, str(node.tag).removeprefix(_TAG)
         if kind == "null":
             return None
         if kind == "bool":

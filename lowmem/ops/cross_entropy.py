@@ -51,7 +51,7 @@ def linear_cross_entropy(
     arguments = (hidden, weight, bias, targets, loss_weights, chunk, softcap, dtype)
     if torch.is_grad_enabled():
         return _LinearCrossEntropy.apply(*arguments)  # type: ignore[no-untyped-call,no-any-return]
-    return _forward(*arguments, (False, False, False))[0]
+    return _forward((False, False, False), *arguments)[0]
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -62,7 +62,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        loss, *ctx.gradients = _forward(*arguments, ctx.needs_input_grad[:3])
+        loss, *ctx.gradients = _forward(ctx.needs_input_grad[:3], *arguments)
         ctx.dtypes = [None if a is None else a.dtype for a in arguments[:3]]
         return loss
 
@@ -76,6 +76,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _forward(
+    needs: tuple[bool, ...],
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -84,7 +85,6 @@ def _forward(
     chunk: int,
     softcap: float | None,
     dtype: torch.dtype,
-    needs: tuple[bool, ...],
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Loss, and the gradients of hidden, weight and bias that are needed, in float32 or wider."""
     wide = torch.promote_types(dtype, torch.float32)

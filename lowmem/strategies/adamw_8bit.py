@@ -56,7 +56,7 @@ class AdamW8bit(Strategy):
                 {**group, "params": members, "optim_bits": bits}
                 for group in decay_groups(parameters, run.config.weight_decay)
                 for bits in (8, 32)
-                if (members := [p for p in group["params"] if (32 if id(p) in wide else 8) == bits])
+                if (members := [p for p in group["params"] if (32 if id(getattr(p, "stands_for", p)) in wide else 8) == bits])
             ]
             options = {"lr": run.config.learning_rate, "betas": self.betas, "eps": self.eps, "is_paged": paged}
             return _allocated(_adamw_class()(groups, **options))
@@ -67,7 +67,9 @@ class AdamW8bit(Strategy):
 def _adamw_class() -> Any:
     bitsandbytes = import_bitsandbytes()
 
-    class GroupwiseAdamW(bitsandbytes.optim.AdamW):  # type: ignore[misc]
+    base: Any = bitsandbytes.optim.AdamW
+
+    class GroupwiseAdamW(base):  # type: ignore[misc]
         """bitsandbytes' AdamW with the number of bits read from the parameter group.
 
         Its own override is keyed by `id(parameter)` in a global table, which outlives the parameter.

@@ -52,11 +52,7 @@ class ChunkedCrossEntropy(Strategy):
             with without_head(model):
                 hidden = call(model, inputs)[:, :-1].flatten(0, 1)  # (rows * (length - 1), width)
             targets, weights = shifted_targets(inputs)
-            rows = (
-                torch.nonzero(targets != IGNORE).squeeze(1)
-                if not targets.is_meta
-                else torch.arange(len(targets), device=targets.device)
-            )
+            rows = _supervised(targets)
             linear = head(model)
             return linear_cross_entropy(
                 hidden[rows],
@@ -69,6 +65,11 @@ class ChunkedCrossEntropy(Strategy):
             )
 
         return chunked
+
+
+def _supervised(targets: Tensor) -> Tensor:
+    """Positions that have a target; on the meta device, where labels have no values, all of them."""
+    return torch.arange(len(targets), device="meta") if targets.is_meta else torch.nonzero(targets != IGNORE).squeeze(1)
 
 
 @torch.no_grad()
@@ -85,6 +86,6 @@ def _compare(model: nn.Module, inputs: dict[str, Tensor], plain: Loss, chunked: 
         model.train(training)
     if abs(expected - got) > 0.02 * abs(expected) + 1e-3:
         raise UserError(
-            f"chunked_cross_entropy: on a few tokens its loss is {got:.4f}, the model's own {expected:.4f}; this model does "
-            "more to its logits than a linear layer and a soft cap, so drop chunked_cross_entropy"
+            f"chunked_cross_entropy: on a few tokens its loss is {got:.4f}, the model's own {expected:.4f}; this model "
+            "does more to its logits than a linear layer and a soft cap, so drop chunked_cross_entropy"
         )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from lowmem.config import LoadConfig
 from lowmem.errors import UserError
 from lowmem.run import Run
-from lowmem.strategy import ForwardBackward, Loss, Sample, Stage, Step, Strategy, Trait
+from lowmem.strategy import ForwardBackward, Inference, Loss, Sample, Stage, Step, Strategy, Trait
 
 
 @dataclass
@@ -63,6 +64,14 @@ class MixedPrecision(Strategy):
 
         return autocast
 
+    def wrap_inference(self, inference: Inference, run: Run) -> Inference:
+        @contextmanager
+        def autocast() -> Iterator[nn.Module]:
+            with inference() as model, torch.autocast(run.device.type, dtype=getattr(torch, self.dtype)):
+                yield model
+
+        return autocast
+
     def wrap_forward_backward(self, forward_backward: ForwardBackward, run: Run) -> ForwardBackward:
         if self._scaler is None:
             return forward_backward
@@ -71,7 +80,8 @@ class MixedPrecision(Strategy):
             if not torch.is_grad_enabled():
                 return forward_backward(micro_batches, divisor)
             scale = self._scaler.scale(torch.ones((), device=run.device))
-            return forward_backward(micro_batches, divisor / scale) / scale
+            loss: Tensor = forward_backward(micro_batches, divisor / scale) / scale
+            return loss
 
         return scaled
 
@@ -97,7 +107,7 @@ class MixedPrecision(Strategy):
 
 
 class _StandIn:
-    """What the scaler takes for an optimizer: its step is the wrapped step, so a skip skips clipping and averages, too."""
+    """What the scaler takes for an optimizer: its step is the wrapped one, so a skip skips clipping and averages."""
 
     def __init__(self, parameters: list[nn.Parameter], step: Callable[[], None]) -> None:
         self.param_groups = [{"params": parameters}]

@@ -94,6 +94,6 @@ def _prove_isolation(forward_backward: ForwardBackward, sample: Sample, run: Run
         run.model.train(training)
     if abs(losses[0] - losses[1]) > 1e-5 * abs(losses[0]):
         raise UserError(
-            f"packing: a sample's loss depends on its neighbour in the row ({losses[0]:.6f} or {losses[1]:.6f}); this model "
-            "or attention kernel does not keep packed samples apart, so drop packing"
+            f"packing: a sample's loss depends on its neighbour in the row ({losses[0]:.6f} or {losses[1]:.6f}); this "
+            "model or attention kernel does not keep packed samples apart, so drop packing"
         )

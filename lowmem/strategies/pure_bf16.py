@@ -56,6 +56,7 @@ class PureBF16(Strategy):
 
 def _stand_in(parameter: nn.Parameter, make: MakeOptimizer) -> tuple[Optimizer, nn.Parameter]:
     wide = nn.Parameter(parameter.detach().float())
+    wide.stands_for = parameter  # type: ignore[attr-defined]  # a rule may depend on which parameter it is
     optimizer = make([wide])
     wide.data = wide.data.new_empty(0)  # between updates the stand-in holds nothing
     return optimizer, wide
