@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lowmem.data import prompts_and_answers
+from lowmem.data.render import plain_prompt
 from lowmem.errors import UserError
 from lowmem.model import unwrapped
 from lowmem.observers import Event
@@ -113,6 +114,8 @@ def generate(
 def _ids(tokenizer: Any, prompt: Prompt) -> list[int]:
     if isinstance(prompt, str):
         return list(tokenizer(prompt)["input_ids"])
+    if getattr(tokenizer, "chat_template", None) is None:
+        return list(tokenizer(plain_prompt(prompt))["input_ids"])
     text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 

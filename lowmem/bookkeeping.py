@@ -7,6 +7,7 @@ import math
 import os
 import platform
 import resource
+import time
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -16,6 +17,9 @@ import torch
 
 from lowmem import checkpoint
 from lowmem.errors import UserError
+from lowmem.json_schema import plain
+from lowmem.model import unwrapped
+from lowmem.yaml_lines import dump_yaml
 
 if TYPE_CHECKING:
     from lowmem.trainer import Trainer
@@ -55,8 +59,9 @@ class Bookkeeping:
         elif wanted:
             self.folder = checkpoint.fresh_folder(wanted)
         if self.folder:
-            self._write("recipe.json", self.settings())
+            (self.folder / "recipe.yaml").write_text(dump_yaml(self.settings()), encoding="utf-8")
             self._write("versions.json", versions())
+        self._report_data()
 
     def after_step(self, metrics: dict[str, Any]) -> None:
         """Log, evaluate and save when due."""
@@ -82,6 +87,7 @@ class Bookkeeping:
             tokens=trainer.tokens,
             supervised_tokens=trainer.supervised_tokens,
             train_seconds=seconds,
+            seed=self.numbers.seed,
             notices=trainer.run.all_notices,
             **peak_bytes(),
         )
@@ -91,6 +97,7 @@ class Bookkeeping:
             trainer.result["output_dir"] = str(self.folder)
             trainer.save_model(self.folder / "model")
         trainer.emit("finish")
+        trainer.result["seconds"] = time.perf_counter() - trainer.started
         if self.folder:
             self._write("result.json", trainer.result)
         trainer.emit("end", step=trainer.run.global_step, **trainer.result)
@@ -102,14 +109,23 @@ class Bookkeeping:
         return {"training": asdict(self.numbers), "best": self.best, "losses": self.all_losses, "versions": versions()}
 
     def settings(self) -> dict[str, Any]:
-        """The resolved recipe: every setting, defaults included."""
+        """The resolved recipe, defaults included; `lowmem train` takes it where the model has a name."""
         trainer = self.trainer
+        model = asdict(trainer.source) if trainer.source else {"name_or_path": type(unwrapped(trainer.model)).__name__}
         return {
-            "model": asdict(trainer.source) if trainer.source else type(trainer.model).__name__,
-            "data": asdict(trainer.data),
-            "training": asdict(self.numbers),
-            "strategies": {s.name: s.settings() for s in trainer.strategies},
+            "model": model,
+            "data": plain(trainer.data),
+            "training": plain(self.numbers),
+            "strategies": {s.name: plain(s.settings()) for s in trainer.given},
         }
+
+    def _report_data(self) -> None:
+        """What became of the rows, shown before the first step and kept in the result."""
+        for split in ("train", "eval"):
+            dataset = getattr(self.trainer, f"{split}_dataset")
+            if dataset is not None:
+                self.trainer.result[f"{split}_data"] = dataset.report.as_dict()
+                self.trainer.emit("data", split=split, lines=dataset.report.lines())
 
     def _restore(self, record: dict[str, Any]) -> None:
         self.all_losses = record["losses"]

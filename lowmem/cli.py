@@ -78,6 +78,7 @@ def train(
     """Train as a recipe says."""
     from lowmem.recipe import load_recipe
 
+    _quiet_bars()
     loaded = load_recipe(recipe, overrides or ())  # complains before anything heavy is imported
     from lowmem.console import Console
     from lowmem.trainer import Trainer
@@ -218,6 +219,13 @@ def _with_resume_value(arguments: list[str]) -> list[str]:
         if argument == "--resume" and not os.path.isdir(follower):
             result[index] = f"--resume={_NEWEST}"
     return result
+
+
+def _quiet_bars() -> None:
+    """Progress bars of the libraries stay off where there is no terminal: a log file would fill with redraws."""
+    if not sys.stderr.isatty():
+        for name in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS"):
+            os.environ.setdefault(name, "1")
 
 
 def _speak_utf8() -> None:

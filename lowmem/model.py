@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from lowmem.config import LoadConfig, ModelConfig
 from lowmem.errors import UserError
 
+# what a tokenizer leaves in a folder
+_TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "merges.txt")
+
 # -- loading ----------------------------------------------------------------------------------------------------------
 
 
@@ -44,10 +47,12 @@ def load_model(load: LoadConfig) -> nn.Module:
 
 
 def load_tokenizer(config: ModelConfig) -> Any:
-    """The tokenizer that lies beside the weights."""
+    """The tokenizer that lies beside the weights; none where a folder has none (rows of token ids need none)."""
     from transformers import AutoTokenizer
 
     name, gguf = _locate(config)
+    if not gguf and Path(name).is_dir() and not any(any(Path(name).glob(p)) for p in _TOKENIZER_FILES):
+        return None
     with _hub_errors(config.name_or_path):
         return AutoTokenizer.from_pretrained(
             name, revision=config.revision or "main", trust_remote_code=config.trust_remote_code, **gguf

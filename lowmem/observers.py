@@ -23,6 +23,7 @@ class Event:
             `evaluate`: step, eval_loss, eval_tokens, eval_seconds.
             `save`: step, path.
             `ledger` (after the first step, where it is measured): rows (category -> bytes), peak_bytes.
+            `data` (before the first step): split, lines (what became of the rows).
             `notice`, `status`: text.
             `finish` (trained and saved, `result.json` not yet written): nothing.
             `end`: step, and all that `result.json` holds.
@@ -30,7 +31,7 @@ class Event:
         metrics: plain numbers and strings.
     """
 
-    kind: Literal["begin", "step", "log", "evaluate", "save", "finish", "end", "notice", "status", "ledger"]
+    kind: Literal["begin", "step", "log", "evaluate", "save", "finish", "end", "notice", "status", "data", "ledger"]
     trainer: Trainer
     metrics: Mapping[str, Any]
 

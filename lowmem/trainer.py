@@ -58,8 +58,10 @@ class Trainer:
         observers: Sequence[Observer] = (),
         data: DataConfig | None = None,
     ) -> None:
+        self.started = time.perf_counter()
         self.training, self.data, self.observers = training or TrainingConfig(), data or DataConfig(), list(observers)
-        self.strategies = resolve(with_defaults(strategies, self.training))
+        self.given = list(strategies)
+        self.strategies = resolve(with_defaults(self.given, self.training))
         self.device = pick_device(model)
         self.run = Run(self.training, self.device, traits(self.strategies)[0])
         self.world = World()

@@ -51,12 +51,15 @@ class AdamW8bit(Strategy):
             )
         wide = {id(p) for p in embedding_parameters(run.model)}
 
+        def bits_of(parameter: nn.Parameter) -> int:
+            return 32 if id(getattr(parameter, "stands_for", parameter)) in wide else 8
+
         def adamw_8bit(parameters: list[nn.Parameter]) -> Optimizer:
             groups = [
                 {**group, "params": members, "optim_bits": bits}
                 for group in decay_groups(parameters, run.config.weight_decay)
                 for bits in (8, 32)
-                if (members := [p for p in group["params"] if (32 if id(getattr(p, "stands_for", p)) in wide else 8) == bits])
+                if (members := [p for p in group["params"] if bits_of(p) == bits])
             ]
             options = {"lr": run.config.learning_rate, "betas": self.betas, "eps": self.eps, "is_paged": paged}
             return _allocated(_adamw_class()(groups, **options))
