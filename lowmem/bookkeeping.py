@@ -72,7 +72,7 @@ class Bookkeeping:
         if _due(step, self.numbers.logging_steps) or last:
             self._log(metrics)
         if self.trainer.eval_dataset is not None and (_due(step, self.numbers.eval_steps) or last):
-            self._evaluate(step)
+            self._evaluate(step, saved=_due(step, self.numbers.save_steps) or last)
         if self.folder and self.numbers.save_steps and (_due(step, self.numbers.save_steps) or last):
             self._save(self.folder, step)
 
@@ -129,6 +129,7 @@ class Bookkeeping:
 
     def _restore(self, record: dict[str, Any]) -> None:
         self.all_losses = record["losses"]
+        self.last_log = (0.0, self.trainer.tokens)
         self.best = tuple(record["best"]) if record["best"] else None
         now = asdict(self.numbers)
         for key, old in record["training"].items():
@@ -152,11 +153,11 @@ class Bookkeeping:
         self._append("log", line)
         self.trainer.emit("log", **line)
 
-    def _evaluate(self, step: int) -> None:
+    def _evaluate(self, step: int, saved: bool) -> None:
         line = {"step": step, **self.trainer.evaluate()}
         loss = line["eval_loss"]
         self.last_eval = (step, loss)
-        if self.best is None or loss < self.best[0]:
+        if saved and (self.best is None or loss < self.best[0]):  # the best is a checkpoint, not only a number
             self.best = (loss, step)
         self._append("evaluate", line)
         self.trainer.emit("evaluate", **line)

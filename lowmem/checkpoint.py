@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lowmem.errors import UserError
-from lowmem.strategy import Strategy
+from lowmem.strategy import Stage, Strategy
 from lowmem.weights import load_weights, save_weights
 
 _NAME = re.compile(r"checkpoint-(\d+)$")
@@ -47,8 +47,7 @@ def save(
     torch.save(states, partial / "optimizer.pt")
     torch.save({s.name: s.state_dict() for s in strategies}, partial / "strategies.pt")
     torch.save(_rng_state(), partial / "rng.pt")
-    settings = {s.name: {"exact": s.exact, "settings": s.settings()} for s in strategies}
-    text = json.dumps({**record, "strategies": settings}, indent=1, default=str)
+    text = json.dumps({**record, "strategies": _described(strategies)}, indent=1, default=str)
     (partial / "trainer.json").write_text(text, encoding="utf-8")
     for file in partial.rglob("*"):
         _sync(file)
@@ -84,12 +83,17 @@ def load(
         if name not in trainable:
             raise UserError(f"resume: {folder} has optimizer state for {name}, which is not trainable here")
         restore_state(optimizer, trainable[name], state)
+    load_strategies(folder, strategies)
+    _restore_rng(_load(folder / "rng.pt"))
+    return record, notices
+
+
+def load_strategies(folder: Path, strategies: Sequence[Strategy]) -> None:
+    """Give every strategy back what it wanted to remember."""
     remembered = _load(folder / "strategies.pt")
     for strategy in strategies:
         if state := remembered.get(strategy.name):
             strategy.load_state_dict(state)
-    _restore_rng(_load(folder / "rng.pt"))
-    return record, notices
 
 
 def restore_state(optimizer: Optimizer, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
@@ -114,8 +118,7 @@ def compare(before: Mapping[str, Any], strategies: Sequence[Strategy]) -> list[s
     Raises:
         UserError: an approximate strategy has come, gone, or has other settings.
     """
-    now = {s.name: {"exact": s.exact, "settings": s.settings()} for s in strategies}
-    plain = json.loads(json.dumps(now, default=str))
+    plain = json.loads(json.dumps(_described(strategies), default=str))
     notices = []
     for name in sorted({*before, *plain}):
         old, new = before.get(name), plain.get(name)
@@ -132,7 +135,9 @@ def compare(before: Mapping[str, Any], strategies: Sequence[Strategy]) -> list[s
             raise UserError(
                 f"resume: {name} {what} since the checkpoint, and it changes the result; restore it, or start anew"
             )
-        notices.append(f"resume: {name} {what} since the checkpoint; it is exact, so only rounding differs")
+        rule = (new or old)["rule"]  # type: ignore[index]
+        meaning = "that holds from here on" if rule else "it is exact, so only rounding differs"
+        notices.append(f"resume: {name} {what} since the checkpoint; {meaning}")
     return notices
 
 
@@ -181,6 +186,12 @@ def newest(wanted: Path) -> Path:
         if found := checkpoints(run):
             return found[-1]
     raise UserError(f"resume: there is no checkpoint in {wanted.absolute()} (set training.save_steps to write some)")
+
+
+def _described(strategies: Sequence[Strategy]) -> dict[str, dict[str, Any]]:
+    """What a checkpoint says of its strategies; a `rule` is part of the method itself, like a learning rate."""
+    rules = (Stage.UPDATE, Stage.CLIP, Stage.AVERAGE)
+    return {s.name: {"exact": s.exact, "rule": s.stage in rules, "settings": s.settings()} for s in strategies}
 
 
 def _difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:

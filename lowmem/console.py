@@ -38,6 +38,8 @@ class Console:
         self._progress: Progress | None = None
         self._task: TaskID | None = None
         self._total = 0
+        self._first = 0  # steps done before this process
+        self._base: tuple[float, int] | None = None  # seconds and tokens at its first step
 
     def __call__(self, event: Event) -> None:
         """Show one event; kinds that have nothing to show are passed over."""
@@ -54,14 +56,14 @@ class Console:
     # -- events -------------------------------------------------------------------------------------------------------
 
     def _on_ledger(self, metrics: Mapping[str, Any]) -> None:
-        rows = metrics.get("ledger", metrics)
+        rows = metrics.get("rows", metrics.get("ledger", {}))
         self._ledger(rows.items() if isinstance(rows, Mapping) else rows)
 
     def _on_begin(self, metrics: Mapping[str, Any]) -> None:
         if "ledger" in metrics:
             self._on_ledger(metrics)
         self._total = int(metrics.get("total_steps", 0))
-        step = int(metrics.get("step", 0))
+        step = self._first = int(metrics.get("step", 0))
         if not self._live:
             self._line(f"training: step {step} of {self._total}" if step else f"training: {self._total} steps")
             return
@@ -81,8 +83,10 @@ class Console:
 
     def _on_step(self, metrics: Mapping[str, Any]) -> None:
         if self._progress and self._task is not None:
-            seconds = metrics.get("seconds")
-            speed = metrics.get("tokens", 0) / seconds if seconds else None
+            seconds, tokens = metrics.get("seconds", 0.0), metrics.get("tokens", 0)
+            self._base = self._base or (seconds, tokens)
+            since = seconds - self._base[0]
+            speed = (tokens - self._base[1]) / since if since > 0 else None
             facts = _facts(metrics.get("loss"), speed)
             self._progress.update(self._task, completed=int(metrics["step"]), facts=facts)
 
@@ -96,8 +100,8 @@ class Console:
         if metrics.get("grad_norm") is not None:
             parts.append(f"grad norm {metrics['grad_norm']:.3g}")
         seconds = metrics.get("seconds")
-        if seconds and step:
-            parts.append(f"ETA {_clock(seconds / step * max(0, self._total - step))}")
+        if seconds and step > self._first:
+            parts.append(f"ETA {_clock(seconds / (step - self._first) * max(0, self._total - step))}")
         self._line("  ".join(parts))
 
     def _on_evaluate(self, metrics: Mapping[str, Any]) -> None:
@@ -111,6 +115,13 @@ class Console:
 
     def _on_notice(self, metrics: Mapping[str, Any]) -> None:
         self._line(f"notice: {metrics.get('text', '')}")
+
+    def _on_status(self, metrics: Mapping[str, Any]) -> None:
+        self._line(str(metrics.get("text", "")))
+
+    def _on_data(self, metrics: Mapping[str, Any]) -> None:
+        for line in metrics.get("lines", ()):
+            self._line(f"{metrics.get('split', 'data')}: {line}")
 
     def _on_end(self, metrics: Mapping[str, Any]) -> None:
         self.close()
@@ -145,7 +156,8 @@ class Console:
             for name, size in [*rows, ("total", total)]:
                 self._line(f"  {name:<{max(width, 5)}}  {size / GIB:8.3f} GiB")
             return
-        table = Table(title="memory (GiB = 1024^3 bytes)", title_justify="left")
+        self._line("memory (GiB = 1024^3 bytes)")
+        table = Table()
         table.add_column("category")
         table.add_column("GiB", justify="right")
         for name, size in rows:

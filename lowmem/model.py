@@ -205,6 +205,21 @@ def adaptable(model: nn.Module) -> list[str]:
     return sorted(last_parts) if not last_parts & others else sorted(wanted)
 
 
+def as_plain_linear(module: nn.Module) -> nn.Linear | None:
+    """The module as `nn.Linear`, with the same weights (GPT-2's Conv1D keeps them transposed); None if it is neither."""
+    from transformers.pytorch_utils import Conv1D
+
+    if type(module) is nn.Linear:
+        return module
+    if type(module) is not Conv1D:
+        return None
+    with torch.device("meta"):  # no memory for weights that are replaced at once
+        linear = nn.Linear(module.weight.shape[0], module.nf)
+    linear.weight = nn.Parameter(module.weight.data.T.contiguous(), requires_grad=module.weight.requires_grad)
+    linear.bias = module.bias
+    return linear.train(module.training)
+
+
 def parent_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     """The module that holds `name`, and the attribute it is held under."""
     path, _, attribute = name.rpartition(".")
@@ -229,9 +244,27 @@ def _linear_classes() -> tuple[type[nn.Module], ...]:
 
 def _routes(name: str, module: nn.Module, model: nn.Module) -> bool:
     config = _text_config(model)
-    experts = {getattr(config, key, None) for key in ("num_local_experts", "num_experts", "n_routed_experts")} - {None}
-    last = name.rsplit(".", 1)[-1]
-    return last in ("router", "gate") and getattr(module, "out_features", None) in experts
+    experts = [getattr(config, key, None) for key in ("num_local_experts", "num_experts", "n_routed_experts")]
+    parts, outputs = name.split("."), getattr(module, "out_features", None)
+    # one output: the gate of a shared expert
+    return "router" in parts or outputs == 1 or ("gate" in parts and outputs is not None and outputs in experts)
+
+
+def fused_experts(model: nn.Module) -> int:
+    """Weights of experts that share one 3-D parameter and so are no linear layers."""
+    return sum(
+        parameter.numel()
+        for block in blocks(model)
+        for module in block.modules()
+        if not hasattr(module, "kernel_size")  # a convolution
+        for parameter in module.parameters(recurse=False)
+        if parameter.dim() == 3 and parameter.is_floating_point()
+    )
+
+
+def takes_one_row(model: nn.Module) -> bool:
+    """Whether packed samples must stand in a single row: transformers finds their borders for flash attention only so."""
+    return "flash" in str(getattr(_text_config(model), "_attn_implementation", ""))
 
 
 def wrap_forward(module: nn.Module, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

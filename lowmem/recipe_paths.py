@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lowmem.config import DataConfig, ModelConfig, TrainingConfig, WeightedPath
+from lowmem.fetch import WEIGHTS
 from lowmem.recipe_source import Source
 from lowmem.schema import nearest
 from lowmem.yaml_lines import KeyPath, RecipeError
@@ -59,6 +60,8 @@ def resolve_model_path(model: ModelConfig, source: Source, folder: Path) -> Mode
     Raises:
         RecipeError: it can only be a path, and nothing is there.
     """
+    if model.name_or_path in WEIGHTS:  # an alias is not shadowed by a folder that happens to be called the same
+        return model
     return replace(model, name_or_path=_resolve(model.name_or_path, ("model", "name_or_path"), source, folder, True))
 
 
@@ -108,14 +111,13 @@ def _resolve(text: str, key: KeyPath, source: Source, folder: Path, check: bool)
     typed = source.is_override(key)
     place = Path(os.path.normpath((Path.cwd() if typed else folder.absolute()) / given))
     if place.exists():
-        # a model alias or a hub name is not shadowed by a folder that happens to be called the same
-        return str(place) if _only_a_path(text) or "/" in text or place.is_file() else text
+        return str(place)
     if _only_a_path(text):
         start = "the current directory, for overrides" if typed else "the recipe's folder"
         if check:
             raise source.error(key, f"no such file: {place} (relative paths start from {start})")
         return str(place)
-    if "/" in text and given.exists():
+    if given.exists():
         # libraries would take it from the current directory, and the recipe would work from there only
         raise source.error(
             key, f"no such file: {place} (there is one in the current directory; paths start from the recipe)"

@@ -176,7 +176,7 @@ def check_slots(strategies: Sequence[Strategy]) -> None:
         other = filled.setdefault(slot, strategy)
         if other is not strategy:
             what = f"both fill the slot '{slot}'" if strategy.slot else "it is there twice"
-            remedy = strategy.remedy or other.remedy
+            remedy = strategy.remedy if type(strategy) is type(other) else ""
             raise ConflictError(
                 f"{other.name} and {strategy.name}: {what}; keep one" + (f" ({remedy})" if remedy else "")
             )

@@ -226,8 +226,9 @@ class Trainer:
         return record
 
     def load_model(self, folder: Path) -> None:
-        """Take the weights of a checkpoint, and nothing else."""
+        """Take the weights of a checkpoint, and what strategies keep beside them (averages); nothing else."""
         load_weights(self.model, folder)
+        checkpoint.load_strategies(folder, self.strategies)
 
     def emit(self, kind: Any, **metrics: Any) -> None:
         """Show an event to every observer, and first the notices that came up since the last one."""

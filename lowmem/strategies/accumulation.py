@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from math import ceil
 from typing import ClassVar
 
@@ -64,6 +65,6 @@ class GradientAccumulation(Strategy):
 
     def _pieces(self, batch: list[Sample]) -> list[list[Sample]]:
         longest_first = sorted(batch, key=lambda sample: -len(sample["input_ids"]))
-        number = self.steps or ceil(len(batch) / (self.micro_batch_size or 1))
-        size = ceil(len(batch) / number)
-        return [longest_first[i : i + size] for i in range(0, len(batch), size)]
+        number = min(len(batch), self.steps or ceil(len(batch) / (self.micro_batch_size or 1)))
+        borders = [len(batch) * i // number for i in range(number + 1)]
+        return [longest_first[start:end] for start, end in pairwise(borders)]

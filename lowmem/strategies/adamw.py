@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lowmem.errors import UserError
 from lowmem.run import Run
 from lowmem.strategy import MakeOptimizer, Stage, Strategy
 
@@ -33,6 +34,9 @@ class AdamW(Strategy):
     eps: float = 1e-8
     fused: bool | None = None
 
+    def __post_init__(self) -> None:
+        check_moments(self.name, self.betas, self.eps)
+
     def wrap_optimizer(self, make: MakeOptimizer, run: Run) -> MakeOptimizer:
         fused = run.device.type in ("cpu", "cuda") if self.fused is None else self.fused
 
@@ -41,6 +45,14 @@ class AdamW(Strategy):
             return torch.optim.AdamW(groups, lr=run.config.learning_rate, betas=self.betas, eps=self.eps, fused=fused)
 
         return adamw
+
+
+def check_moments(name: str, betas: tuple[float, float], eps: float) -> None:
+    """Raise UserError for decays outside [0, 1) and a negative epsilon."""
+    if not all(0 <= beta < 1 for beta in betas):
+        raise UserError(f"{name}.betas: each from 0 to below 1; got {list(betas)}")
+    if eps < 0:
+        raise UserError(f"{name}.eps: not negative; got {eps}")
 
 
 def decay_groups(parameters: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from lowmem.libraries import import_bitsandbytes
 from lowmem.model import embedding_parameters
 from lowmem.run import Run
-from lowmem.strategies.adamw import decay_groups
+from lowmem.strategies.adamw import check_moments, decay_groups
 from lowmem.strategy import MakeOptimizer, Stage, Strategy, Trait
 
 
@@ -37,6 +37,9 @@ class AdamW8bit(Strategy):
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     paged: bool = False
+
+    def __post_init__(self) -> None:
+        check_moments(self.name, self.betas, self.eps)
 
     @property
     def needs(self) -> frozenset[Trait]:

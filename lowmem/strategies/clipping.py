@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from lowmem.checks import require_finite_norm
+from lowmem.errors import UserError
 from lowmem.run import Run
 from lowmem.strategy import Stage, Step, Strategy, Trait
 
@@ -27,9 +28,13 @@ class GradientClipping(Strategy):
     slot: ClassVar[str | None] = "clip"
     saves: ClassVar[str] = "nothing: it keeps training stable"
     costs: ClassVar[str] = "one pass over the gradients"
-    remedy: ClassVar[str] = "set max_grad_norm: null"
+    remedy: ClassVar[str] = "set max_grad_norm: null, and leave gradient_clipping out"
 
     max_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.max_norm > 0:
+            raise UserError(f"gradient_clipping.max_norm: above 0; got {self.max_norm}")
 
     @property
     def needs(self) -> frozenset[Trait]:

@@ -11,7 +11,7 @@ from torch import nn
 
 from lowmem.errors import UserError
 from lowmem.libraries import import_bitsandbytes
-from lowmem.model import adaptable
+from lowmem.model import adaptable, fused_experts
 from lowmem.run import Run
 from lowmem.strategy import Stage, Strategy, Trait
 
@@ -70,7 +70,12 @@ class LoRA(Strategy):
             modules_to_save=self.modules_to_save,
             task_type="CAUSAL_LM" if hasattr(model, "prepare_inputs_for_generation") else None,
         )
-        adapted: nn.Module = get_peft_model(model, config)  # type: ignore[arg-type]
+        try:
+            adapted: nn.Module = get_peft_model(model, config)  # type: ignore[arg-type]
+        except ValueError as error:
+            raise UserError(f"lora: {' '.join(str(error).split())}") from error
+        if self.target_modules == "all-linear" and (left := fused_experts(model)):
+            run.notice(f"lora: {left:,} weights of fused experts are no linear layers and get no adapter")
         return adapted
 
     def _targets(self, model: nn.Module) -> list[str]:

@@ -7,12 +7,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lowmem.errors import UserError
 from lowmem.loss import IGNORE
+from lowmem.model import takes_one_row
 from lowmem.run import Run
-from lowmem.strategy import ForwardBackward, Sample, Stage, Strategy
+from lowmem.strategy import ForwardBackward, Loss, Sample, Stage, Strategy
 
 
 @dataclass
@@ -30,6 +31,15 @@ class Packing(Strategy):
     costs: ClassVar[str] = "a (length x length) mask per row with sdpa or eager attention"
 
     _checked: bool = field(default=False, init=False, repr=False)
+
+    def wrap_loss(self, loss: Loss, run: Run) -> Loss:
+        def flattened(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+            if takes_one_row(model):
+                # Every row starts with an unlabelled token and position 0, so that rows may stand behind one another.
+                inputs = {name: tensor.reshape(1, -1) for name, tensor in inputs.items()}
+            return loss(model, inputs)
+
+        return flattened
 
     def wrap_forward_backward(self, forward_backward: ForwardBackward, run: Run) -> ForwardBackward:
         def packed(micro_batches: list[list[Sample]], divisor: float | Tensor) -> Tensor:
@@ -80,16 +90,15 @@ def _prove_isolation(forward_backward: ForwardBackward, sample: Sample, run: Run
     if run.device.type == "meta":
         return
     assert run.model is not None
-    ids = np.asarray(sample["input_ids"])[:8]
+    ids = np.resize(np.asarray(sample["input_ids"]), 8)
     probe: Sample = {"input_ids": ids, "labels": ids}
-    neighbours = [np.roll(ids, 1), np.full_like(ids, ids[-1])]
+    silent = np.full_like(ids, IGNORE)
+    # Two rows: some kernels keep samples apart in a batch of one, and no longer in a batch of two.
+    batches = [[join([{"input_ids": np.full_like(ids, n), "labels": silent}, probe])] * 2 for n in (0, 1)]
     training = run.model.training
     run.model.eval()
     try:
-        losses = [
-            float(forward_backward([[join([{"input_ids": n, "labels": np.full_like(n, IGNORE)}, probe])]], 1.0))
-            for n in neighbours
-        ]
+        losses = [float(forward_backward([batch], 1.0)) for batch in batches]
     finally:
         run.model.train(training)
     if abs(losses[0] - losses[1]) > 1e-5 * abs(losses[0]):

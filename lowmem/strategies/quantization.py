@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from types import MethodType
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from lowmem.config import LoadConfig
 from lowmem.errors import UserError
 from lowmem.libraries import import_bitsandbytes
-from lowmem.model import is_gguf, linears, parent_of
+from lowmem.model import as_plain_linear, fused_experts, is_gguf, linears, parent_of
 from lowmem.run import Run
 from lowmem.strategy import Stage, Strategy, Trait
 
@@ -25,8 +26,8 @@ class Quantization(Strategy):
 
     Attributes:
         format: nf4, fp4 or int8.
-        double_quant: quantise the 4-bit blocks' constants, too (0.4 bits per weight less).
-        compute_dtype: dtype of the matrix products.
+        double_quant: quantise the 4-bit blocks' constants, too (0.4 bits per weight less); not for int8.
+        compute_dtype: dtype of the matrix products of 4-bit weights; int8 multiplies integers.
     """
 
     stage: ClassVar[Stage] = Stage.QUANTIZE
@@ -39,6 +40,10 @@ class Quantization(Strategy):
     format: Literal["nf4", "fp4", "int8"] = "nf4"
     double_quant: bool = True
     compute_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+
+    def __post_init__(self) -> None:
+        if self.format == "int8" and (not self.double_quant or self.compute_dtype != "bfloat16"):
+            raise UserError("quantization: double_quant and compute_dtype have no effect with int8; leave them out")
 
     @property
     def needs(self) -> frozenset[Trait]:
@@ -60,18 +65,26 @@ class Quantization(Strategy):
         for parameter in model.parameters():
             parameter.requires_grad = False
         converted = 0
-        for name, linear in linears(model).items():
-            if type(linear) is nn.Linear:
+        for name, module in linears(model).items():
+            if (linear := as_plain_linear(module)) is not None:
                 parent, attribute = parent_of(model, name)
                 setattr(parent, attribute, self._quantised(linear, run.device))
                 converted += 1
-        found = [m for m in linears(model).values() if type(m) is not nn.Linear]
+        bnb = import_bitsandbytes()
+        inside = linears(model).values()
+        found = [m for m in inside if isinstance(m, bnb.nn.Linear4bit | bnb.nn.Linear8bitLt)]
         if not found:
-            raise UserError(f"quantization: {type(model).__name__} has no linear layer that could be quantised")
+            kinds = ", ".join(sorted({type(m).__name__ for m in inside})) or "none at all"
+            raise UserError(
+                f"quantization: {type(model).__name__} has no linear layer that could be quantised (its layers: {kinds}); "
+                "drop quantization"
+            )
         for module in found:
             # bitsandbytes would repack the weights for its CPU inference kernel at the first evaluation, with rounded
             # constants: training after an evaluation would go on with other weights.
             module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+            if hasattr(module, "init_8bit_state"):
+                module.init_8bit_state = MethodType(_init_8bit_state, module)
         self._report(model, run)
         return model.to(run.device) if converted else model
 
@@ -119,6 +132,16 @@ class Quantization(Strategy):
 
     def _report(self, model: nn.Module, run: Run) -> None:
         """Say so where a large part of the weights is out of reach (fused experts are no linear layers)."""
-        left = sum(p.numel() for n, p in model.named_parameters() if "expert" in n and p.is_floating_point())
-        if left:
+        if left := fused_experts(model):
             run.notice(f"quantization: {left:,} weights of fused experts are no linear layers and stay 16-bit")
+
+
+def _init_8bit_state(linear: Any) -> None:
+    """bitsandbytes' own, but a weight that has lost its scales does not take away the layer's.
+
+    On a CPU, peft's DoRA renews the weight at every pass (peft 0.21, `dequantize_module_weight`), without its scales.
+    """
+    linear.state.CB = linear.weight.CB
+    if linear.weight.SCB is not None:
+        linear.state.SCB = linear.weight.SCB
+    linear.weight.CB = linear.weight.SCB = None
