@@ -29,7 +29,7 @@ class ExactMatch:
         batch_size: prompts answered at once.
     """
 
-    def __init__(self, source: str, batch_size: int = 64) -> None:
+    def __init__(self, source: str, batch_size: int = 100) -> None:
         self.source = source
         self.batch_size = batch_size
         self.before: list[str] | None = None
@@ -68,12 +68,14 @@ class ExactMatch:
         trainer.result["exact_match_before"] = _share(self.before, references)
         trainer.result["exact_match_after"] = _share(after, references)
         trainer.result["exact_match_rows"] = len(references)
-        trainer.result["samples"] = [
+        answers = [
             {"prompt": _text(prompt), "reference": reference, "before": before, "after": answer}
-            for (prompt, _), reference, before, answer in list(
-                zip(self.pairs, references, self.before, after, strict=True)
-            )[:3]
+            for (prompt, _), reference, before, answer in zip(self.pairs, references, self.before, after, strict=True)
         ]
+        trainer.result["samples"] = answers[:3]
+        if folder := trainer.books.folder:
+            lines = [json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers]
+            (folder / "answers.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
 @torch.no_grad()

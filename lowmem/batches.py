@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -85,12 +85,16 @@ def collate(samples: Sequence[Sample]) -> dict[str, Tensor]:
     return batch
 
 
-def to_device(micro_batches: Iterable[Sequence[Sample]], device: torch.device) -> Iterator[dict[str, Tensor]]:
+def to_device(micro_batches: Sequence[Sequence[Sample]], device: torch.device) -> Iterator[dict[str, Tensor]]:
     """Collated micro-batches on the device; a thread collates the next one while this one computes."""
+    pin = device.type == "cuda"
+    if len(micro_batches) == 1:  # nothing to be ahead of, so no thread
+        yield _move(_collate_pinned(micro_batches[0], pin), device)
+        return
     with ThreadPoolExecutor(max_workers=1) as thread:
         pending = None
         for samples in micro_batches:
-            ready, pending = pending, thread.submit(_collate_pinned, samples, device.type == "cuda")
+            ready, pending = pending, thread.submit(_collate_pinned, samples, pin)
             if ready is not None:
                 yield _move(ready.result(), device)
         if pending is not None:

@@ -38,6 +38,7 @@ _NEWEST = "newest"
 def main() -> None:
     """Entry point. Exit codes: 0 done, 2 something the user can put right, 130 interrupted, 1 anything else."""
     _speak_utf8()
+    _wait_politely()
     try:
         app(args=_with_resume_value(sys.argv[1:]), prog_name="lowmem")
     except UserError as error:
@@ -45,6 +46,15 @@ def main() -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _wait_politely() -> None:
+    """Let idle OpenMP threads spin for a moment only (set before torch is imported; the user's own setting wins).
+
+    By default they spin for long at the end of every operation. When anything else wants a core, the thread that spins
+    keeps the one it waits for from running, and an operation of 0.1 ms takes several (`benchmarks/openmp_wait.py`).
+    """
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 
 def _version(wanted: bool) -> None:
@@ -81,11 +91,14 @@ def train(
     _quiet_bars()
     loaded = load_recipe(recipe, overrides or ())  # complains before anything heavy is imported
     from lowmem.console import Console
+    from lowmem.memory.meter import MemoryLedger
     from lowmem.trainer import Trainer
 
     console = Console()
     try:
-        trainer = Trainer.from_recipe(str(loaded.path), overrides=list(overrides or ()), observers=[console])
+        trainer = Trainer.from_recipe(
+            str(loaded.path), overrides=list(overrides or ()), observers=[MemoryLedger(), console]
+        )
         trainer.train(resume_from=True if resume == _NEWEST else resume)
     except KeyboardInterrupt:
         console.close()

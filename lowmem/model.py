@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from lowmem.config import LoadConfig, ModelConfig
@@ -26,6 +27,7 @@ def load_model(load: LoadConfig) -> nn.Module:
     Raises:
         UserError: it is neither a folder, nor a GGUF file, nor to be had from the hub.
     """
+    import transformers
     from transformers import AutoModelForCausalLM
 
     assert load.model is not None
@@ -33,7 +35,10 @@ def load_model(load: LoadConfig) -> nn.Module:
     if load.attn_implementation:
         options["attn_implementation"] = load.attn_implementation
     name, gguf = _locate(load.model)
-    with _hub_errors(load.model.name_or_path):
+    if gguf and hasattr(transformers, "GgufConfig"):
+        # From 5.24 on transformers keeps the file's blocks packed, in layers that can be neither trained nor saved.
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    with _hub_errors(load.model.name_or_path, load.attn_implementation):
         model: nn.Module = AutoModelForCausalLM.from_pretrained(
             name,
             dtype=load.dtype,
@@ -43,7 +48,16 @@ def load_model(load: LoadConfig) -> nn.Module:
             **gguf,
             **options,
         )
+    if gguf:
+        _forget_gguf(model)
     return model
+
+
+def _forget_gguf(model: Any) -> None:
+    """The weights were unpacked; what is left of the file's format would keep transformers from saving the model."""
+    model.hf_quantizer = None
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
 
 
 def load_tokenizer(config: ModelConfig) -> Any:
@@ -83,10 +97,19 @@ def _locate(config: ModelConfig) -> tuple[str, dict[str, str]]:
 
 
 @contextmanager
-def _hub_errors(name: str) -> Iterator[None]:
-    """The long errors of the hub as one line."""
+def _hub_errors(name: str, attention: str | None = None) -> Iterator[None]:
+    """The long errors of loading as one line."""
     try:
         yield
+    except (ImportError, ValueError) as error:
+        text = str(error).splitlines()[0]
+        if attention and "att" in text.lower():  # a kernel that is unknown, or not there on this machine
+            raise UserError(
+                f"model.attn_implementation: {attention}: {text}; use sdpa or eager, or leave it out"
+            ) from error
+        raise UserError(f"model.name_or_path: {name}: {text}") from error
+    except SafetensorError as error:
+        raise UserError(f"model.name_or_path: {name}: a file of weights is damaged ({error})") from error
     except OSError as error:
         if Path(name).exists():
             raise UserError(f"model.name_or_path: {name}: {str(error).splitlines()[0]}") from error
@@ -206,17 +229,18 @@ def adaptable(model: nn.Module) -> list[str]:
 
 
 def as_plain_linear(module: nn.Module) -> nn.Linear | None:
-    """The module as `nn.Linear`, with the same weights (GPT-2's Conv1D keeps them transposed); None if it is neither."""
+    """The module as `nn.Linear`, with its weights (GPT-2's Conv1D keeps them transposed); None if it is neither."""
     from transformers.pytorch_utils import Conv1D
 
     if type(module) is nn.Linear:
         return module
     if type(module) is not Conv1D:
         return None
+    conv: Any = module
     with torch.device("meta"):  # no memory for weights that are replaced at once
-        linear = nn.Linear(module.weight.shape[0], module.nf)
-    linear.weight = nn.Parameter(module.weight.data.T.contiguous(), requires_grad=module.weight.requires_grad)
-    linear.bias = module.bias
+        linear = nn.Linear(conv.weight.shape[0], conv.nf)
+    linear.weight = nn.Parameter(conv.weight.data.T.contiguous(), requires_grad=conv.weight.requires_grad)
+    linear.bias = conv.bias
     return linear.train(module.training)
 
 
@@ -263,7 +287,7 @@ def fused_experts(model: nn.Module) -> int:
 
 
 def takes_one_row(model: nn.Module) -> bool:
-    """Whether packed samples must stand in a single row: transformers finds their borders for flash attention only so."""
+    """Whether packed samples must stand in one row: for flash attention, transformers finds their borders only so."""
     return "flash" in str(getattr(_text_config(model), "_attn_implementation", ""))
 
 

@@ -104,21 +104,28 @@ class StepMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class MemoryLedger:
-    """Observer: measures the first step of a fresh run, shows the ledger, and leaves it in the result."""
+    """Observer: measures the first two steps of a fresh run, shows the ledger, and leaves it in the result.
+
+    Two, because an optimizer may allocate its state at the end of the first one.
+    """
 
     def __init__(self) -> None:
         self.meter: StepMeter | None = None
         self.hooks: list[Any] = []
 
     def __call__(self, event: Event) -> None:
-        """Start at `begin`, finish at the first `step`."""
+        """Start at `begin`, finish at the second `step`, or the last."""
         if event.kind == "begin" and event.metrics["step"] == 0:
             self._start(event.trainer)
-        elif event.kind == "step" and self.meter is not None:
+        elif (
+            event.kind == "step"
+            and self.meter is not None
+            and event.metrics["step"] >= min(2, event.trainer.total_steps)
+        ):
             ledger = self._finish(event.trainer, self.meter)
             self.meter = None
             event.trainer.result["memory_ledger"] = ledger.rows
-            event.trainer.result["peak_live_bytes_first_step"] = ledger.peak_bytes
+            event.trainer.result["peak_live_bytes"] = ledger.peak_bytes
             event.trainer.emit("ledger", rows=ledger.rows, peak_bytes=ledger.peak_bytes)
 
     def _start(self, trainer: Trainer) -> None:

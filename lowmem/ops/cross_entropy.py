@@ -13,12 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_LOGITS_PER_CHUNK = 2**24  # 64 MiB in float32
+# A card reads the whole head for every chunk, so its chunks are large; a CPU is as fast with small ones.
+_LOGITS_PER_CHUNK = {"cpu": 2**22, "cuda": 2**24}  # 16 and 64 MiB in float32
+_FEWEST_TOKENS = {"cpu": 64, "cuda": 128}
 
 
-def default_chunk_size(vocabulary: int) -> int:
-    """Tokens per chunk: about 64 MiB of float32 logits, but enough rows to keep a matrix product busy."""
-    return max(128, _LOGITS_PER_CHUNK // vocabulary)
+def default_chunk_size(vocabulary: int, device: str) -> int:
+    """Tokens per chunk: few float32 logits, but enough rows to keep a matrix product busy."""
+    kind = "cpu" if device == "cpu" else "cuda"
+    return max(_FEWEST_TOKENS[kind], _LOGITS_PER_CHUNK[kind] // vocabulary)
 
 
 def linear_cross_entropy(
@@ -44,8 +47,8 @@ def linear_cross_entropy(
     Returns:
         A scalar in float32 (float64 for float64 inputs).
     """
-    chunk = chunk_size or default_chunk_size(weight.shape[0])
     device = hidden.device.type
+    chunk = chunk_size or default_chunk_size(weight.shape[0], device)
     autocast = device != "meta" and torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if autocast else hidden.dtype
     arguments = (hidden, weight, bias, targets, loss_weights, chunk, softcap, dtype)

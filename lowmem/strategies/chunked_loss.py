@@ -25,7 +25,8 @@ class ChunkedCrossEntropy(Strategy):
     itself with the plain loss on a few tokens.
 
     Attributes:
-        chunk_size: tokens whose logits exist at once; null: about 64 MiB of float32 logits.
+        chunk_size: tokens whose logits exist at once; null: as many as make 64 MiB of float32
+            logits on a card, 16 MiB on a CPU.
     """
 
     stage: ClassVar[Stage] = Stage.KERNEL

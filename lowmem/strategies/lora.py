@@ -7,13 +7,13 @@ from difflib import get_close_matches
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lowmem.errors import UserError
 from lowmem.libraries import import_bitsandbytes
 from lowmem.model import adaptable, fused_experts
 from lowmem.run import Run
-from lowmem.strategy import Stage, Strategy, Trait
+from lowmem.strategy import ForwardBackward, Sample, Stage, Strategy, Trait
 
 
 @dataclass
@@ -78,6 +78,21 @@ class LoRA(Strategy):
             run.notice(f"lora: {left:,} weights of fused experts are no linear layers and get no adapter")
         return adapted
 
+    def wrap_forward_backward(self, forward_backward: ForwardBackward, run: Run) -> ForwardBackward:
+        if Trait.AUTOCAST not in run.traits or run.model is None:
+            return forward_backward
+        layers: list[Any] = [m for m in run.model.modules() if hasattr(m, "cast_input_dtype_enabled")]
+
+        def without_casts(micro_batches: list[list[Sample]], divisor: float | Tensor) -> Tensor:
+            # peft raises every adapter's input to float32 and autocast lowers it again: a copy of each, for nothing.
+            _set_casts(layers, False)
+            try:
+                return forward_backward(micro_batches, divisor)
+            finally:
+                _set_casts(layers, True)  # outside autocast, peft's cast is needed
+
+        return without_casts
+
     def _targets(self, model: nn.Module) -> list[str]:
         if self.target_modules != "all-linear":
             return [self.target_modules] if isinstance(self.target_modules, str) else self.target_modules
@@ -107,3 +122,8 @@ class LoRA(Strategy):
                 "lora.modules_to_save: they are trained in float32 and the model is 16-bit; add mixed_precision, "
                 "or set model.dtype: float32"
             )
+
+
+def _set_casts(layers: list[Any], enabled: bool) -> None:
+    for layer in layers:
+        layer.cast_input_dtype_enabled = enabled

@@ -76,8 +76,8 @@ class Quantization(Strategy):
         if not found:
             kinds = ", ".join(sorted({type(m).__name__ for m in inside})) or "none at all"
             raise UserError(
-                f"quantization: {type(model).__name__} has no linear layer that could be quantised (its layers: {kinds}); "
-                "drop quantization"
+                f"quantization: {type(model).__name__} has no linear layer that could be quantised (its layers: "
+                f"{kinds}); drop quantization"
             )
         for module in found:
             # bitsandbytes would repack the weights for its CPU inference kernel at the first evaluation, with rounded
