@@ -63,10 +63,29 @@ FRAMES = [
     "{Mood}, {wish}, because {since} {problem}.",
     "{Problem}. {Wish}. It has been so {since}. {Mood}.",
 ]
-ORDINALS = (
-    "_ first second third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth thirteenth fourteenth "
-    "fifteenth sixteenth seventeenth eighteenth nineteenth twentieth"
-).split()
+ORDINALS = [
+    "_",
+    "first",
+    "second",
+    "third",
+    "fourth",
+    "fifth",
+    "sixth",
+    "seventh",
+    "eighth",
+    "ninth",
+    "tenth",
+    "eleventh",
+    "twelfth",
+    "thirteenth",
+    "fourteenth",
+    "fifteenth",
+    "sixteenth",
+    "seventeenth",
+    "eighteenth",
+    "nineteenth",
+    "twentieth",
+]
 
 
 NAMED_DAYS = {
