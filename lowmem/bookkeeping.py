@@ -9,7 +9,7 @@ import platform
 import resource
 import time
 from dataclasses import asdict
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -188,10 +188,16 @@ class Bookkeeping:
 
 def versions() -> dict[str, str]:
     """Versions of what computes."""
-    names = ("lowmem", "torch", "transformers", "peft", "bitsandbytes", "datasets")
-    found = {name: version(name) for name in names}
+    found = {name: _version(name) for name in ("lowmem", "torch", "transformers", "peft", "bitsandbytes", "datasets")}
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
     return {**found, "python": platform.python_version(), "device": device, "threads": str(torch.get_num_threads())}
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def peak_bytes() -> dict[str, int]:

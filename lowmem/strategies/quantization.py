@@ -64,12 +64,10 @@ class Quantization(Strategy):
     def wrap_model(self, model: nn.Module, run: Run) -> nn.Module:
         for parameter in model.parameters():
             parameter.requires_grad = False
-        converted = 0
         for name, module in linears(model).items():
             if (linear := as_plain_linear(module)) is not None:
                 parent, attribute = parent_of(model, name)
                 setattr(parent, attribute, self._quantised(linear, run.device))
-                converted += 1
         bnb = import_bitsandbytes()
         inside = linears(model).values()
         found = [m for m in inside if isinstance(m, bnb.nn.Linear4bit | bnb.nn.Linear8bitLt)]
@@ -86,7 +84,9 @@ class Quantization(Strategy):
             if hasattr(module, "init_8bit_state"):
                 module.init_8bit_state = MethodType(_init_8bit_state, module)
         self._report(model, run)
-        return model.to(run.device) if converted else model
+        # What was loaded on the host follows; a model that transformers has quantised in place refuses `to`.
+        elsewhere = any(p.device.type != run.device.type for p in model.parameters())
+        return model.to(run.device) if elsewhere else model
 
     def _quantised(self, linear: nn.Linear, device: torch.device) -> nn.Module:
         bnb = import_bitsandbytes()

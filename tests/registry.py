@@ -1,0 +1,131 @@
+"""One row per strategy and setting that the composition tests should see. A new strategy needs a row here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import combinations
+
+from lowmem import (
+    EMA,
+    AdamW,
+    AdamW8bit,
+    ChunkedCrossEntropy,
+    Compile,
+    GradientAccumulation,
+    GradientCheckpointing,
+    GradientClipping,
+    LoRA,
+    MixedPrecision,
+    OptimizerInBackward,
+    Packing,
+    PureBF16,
+    Quantization,
+    Strategy,
+)
+
+Make = Callable[[], Strategy]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A strategy in the tests.
+
+    Attributes:
+        id: name in test ids.
+        make: a new instance (a strategy belongs to one run).
+        partners: what it cannot train without; added where the kind is missing.
+        bound: None: exact. Else the largest relative difference of any logged loss over 8 steps from the same run
+            without it (but with its partners).
+    """
+
+    id: str
+    make: Make
+    partners: tuple[Make, ...] = ()
+    bound: float | None = None
+
+    @property
+    def key(self) -> str:
+        """The key in a recipe."""
+        return self.make().name
+
+
+ROWS = (
+    Row("chunked", lambda: ChunkedCrossEntropy(chunk_size=8)),
+    Row("checkpointing", GradientCheckpointing),
+    Row("checkpointing-every-2nd", lambda: GradientCheckpointing(every_n_layers=2)),
+    Row("compile", lambda: Compile(backend="eager")),  # other backends: test_exact.py, and on the card
+    Row("adamw", lambda: AdamW(betas=(0.8, 0.95), eps=1e-6)),
+    Row("in-backward", OptimizerInBackward),
+    Row("clipping", lambda: GradientClipping(max_norm=0.5)),
+    Row("ema", lambda: EMA(decay=0.9)),
+    Row("accumulation-micro-1", GradientAccumulation),
+    Row("accumulation-steps-3", lambda: GradientAccumulation(steps=3)),
+    Row("packing", Packing),
+    Row("adamw-8bit", AdamW8bit, bound=0.0005),
+    Row("adamw-8bit-paged", lambda: AdamW8bit(paged=True), bound=0.0005),
+    Row("bf16-autocast", MixedPrecision, bound=0.003),
+    Row("fp16-autocast", lambda: MixedPrecision(dtype="float16"), bound=0.0003),
+    Row("pure-bf16", PureBF16, bound=0.005),
+    Row("lora", LoRA, bound=0.3),
+    Row("rslora", lambda: LoRA(r=4, use_rslora=True), bound=0.3),
+    Row("dora", lambda: LoRA(r=4, use_dora=True), bound=0.3),
+    Row("nf4", Quantization, (LoRA,), bound=0.02),
+    Row("fp4", lambda: Quantization(format="fp4", double_quant=False), (LoRA,), bound=0.04),
+    Row("int8", lambda: Quantization(format="int8"), (LoRA,), bound=0.004),
+)
+EXACT = tuple(row for row in ROWS if row.bound is None)
+APPROXIMATE = tuple(row for row in ROWS if row.bound is not None)
+
+# Why strategies cannot stand together: the keys, and the words that the message owes its reader.
+REFUSED: dict[frozenset[str], tuple[str, ...]] = {
+    frozenset({"adamw", "adamw_8bit"}): ("slot 'optimizer'", "keep one"),
+    frozenset({"mixed_precision", "pure_bf16"}): ("slot 'precision'", "keep one"),
+    frozenset({"gradient_clipping", "optimizer_in_backward"}): (
+        "all gradients of the step",
+        "takes that away",
+        "set max_grad_norm: null",
+    ),
+    frozenset({"gradient_accumulation", "optimizer_in_backward"}): (
+        "all gradients of the step",
+        "takes that away",
+        "drop gradient_accumulation and lower training.batch_size",
+    ),
+    frozenset({"fp16-autocast", "in-backward"}): (  # rows, where the setting decides
+        "all gradients of the step",
+        "takes that away",
+        "use dtype: bfloat16",
+    ),
+}
+
+
+def refusal(rows: tuple[Row, ...]) -> tuple[str, ...] | None:
+    """The words expected in the refusal of these rows; None where they are to train together."""
+    for names, words in REFUSED.items():
+        if names <= {row.key for row in rows} or names <= {row.id for row in rows}:
+            return words
+    return None
+
+
+def together(*rows: Row) -> list[Strategy]:
+    """New instances of the rows, with the partners they lack."""
+    strategies = [row.make() for row in rows]
+    for row in rows:
+        for partner in row.partners:
+            if not any(isinstance(s, type(partner())) for s in strategies):
+                strategies.append(partner())
+    return strategies
+
+
+def sets(rows: tuple[Row, ...], size: int) -> list[tuple[Row, ...]]:
+    """All sets of rows of different strategies."""
+    return [chosen for chosen in combinations(rows, size) if len({row.key for row in chosen}) == size]
+
+
+def allowed(rows: tuple[Row, ...], size: int) -> list[tuple[Row, ...]]:
+    """Those of `sets` that no declaration refuses."""
+    return [chosen for chosen in sets(rows, size) if refusal(chosen) is None]
+
+
+def ids(chosen: tuple[Row, ...]) -> str:
+    return "+".join(row.id for row in chosen)

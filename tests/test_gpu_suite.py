@@ -1,0 +1,72 @@
+"""The suite for the card, on a CPU: it runs to its end, and writes what it says it writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "gpu_suite.py"
+
+
+def run_suite(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPT), *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+
+
+def test_a_small_part_on_a_cpu(tmp_path: Path) -> None:
+    out = tmp_path / "suite.json"
+    names = ["nf4_parity", "packing_sdpa", "pinned", "ladder"]
+    done = run_suite("--device", "cpu", "--tiny", "--only", ",".join(names), "--commit", "abc", "--out", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    content = json.loads(out.read_text(encoding="utf-8"))
+    assert content["schema"] == 1
+    assert content["device"] == "cpu"
+    assert content["tiny"] is True
+    machine = content["machine"]
+    assert machine["commit"] == "abc"
+    assert machine["gpu"] is machine["cuda"] is machine["memory_bytes"] is None or machine["cuda"]
+    assert {"lowmem", "torch", "transformers", "peft", "bitsandbytes"} <= machine["versions"].keys()
+
+    checks = {check["name"]: check for check in content["checks"]}
+    assert sorted(checks) == sorted(names)
+    keys = {"name", "what", "status", "reason", "seconds", "allowance_seconds", "facts", "bytes", "tables"}
+    assert all(check.keys() == keys for check in checks.values())
+    assert content["summary"] == {"pass": ["packing_sdpa"], "fail": [], "not run": ["nf4_parity", "pinned", "ladder"]}
+    assert {check["reason"] for check in checks.values()} == {"", "no CUDA"}
+    assert checks["pinned"]["facts"]["different"] == 0
+    # nothing was measured, so no byte is claimed
+    assert checks["ladder"]["bytes"]
+    assert set(checks["ladder"]["bytes"].values()) == {None}
+    assert "not run: ladder (no CUDA)" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (["--list"], 0, ["exact_fp32", "ladder", "whole_solar"]),
+        (["--help"], 0, ["bitsandbytes", "wheels"]),
+        (["--only", "nothing_like_it"], 1, ["no check is called nothing_like_it", "exact_fp32"]),
+    ],
+)
+def test_answers_at_once(arguments: list[str], status: int, words: list[str]) -> None:
+    done = run_suite(*arguments)
+    assert done.returncode == status
+    assert all(word in done.stdout + done.stderr for word in words)
+
+
+def test_without_time_nothing_starts_and_all_is_named(tmp_path: Path) -> None:
+    out = tmp_path / "suite.json"
+    done = run_suite("--device", "cpu", "--tiny", "--minutes", "0.01", "--out", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    content = json.loads(out.read_text(encoding="utf-8"))
+    assert not content["summary"]["pass"]
+    assert not content["summary"]["fail"]
+    assert all("of the budget left" in check["reason"] for check in content["checks"])
+    assert len(content["checks"]) == len(content["summary"]["not run"]) >= 11
