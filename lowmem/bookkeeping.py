@@ -37,7 +37,7 @@ class Bookkeeping:
         self.numbers = trainer.training
         self.folder: Path | None = None
         self.losses: list[float] = []
-        self.all_losses: list[float] = []
+        self.loss_sum, self.loss_count = 0.0, 0
         self.last_log = (0.0, 0)  # seconds, tokens
         self.best: tuple[float, int] | None = None  # evaluation loss, step
         self.last_eval: tuple[int, float] | None = None  # step, evaluation loss
@@ -66,8 +66,9 @@ class Bookkeeping:
     def after_step(self, metrics: dict[str, Any]) -> None:
         """Log, evaluate and save when due."""
         step = metrics["step"]
-        self.losses.append(metrics["loss"])
-        self.all_losses.append(metrics["loss"])
+        if not metrics.get("skipped"):  # the loss of a step that was not taken may be infinite
+            self.losses.append(metrics["loss"])
+            self.loss_sum, self.loss_count = self.loss_sum + metrics["loss"], self.loss_count + 1
         last = step == self.trainer.total_steps
         if _due(step, self.numbers.logging_steps) or last:
             self._log(metrics)
@@ -81,8 +82,9 @@ class Bookkeeping:
         trainer = self.trainer
         if self.numbers.load_best_model_at_end and self.folder and self.best:
             trainer.load_model(self.folder / f"checkpoint-{self.best[1]:06d}")
+            self.last_eval = (self.best[1], self.best[0])
         trainer.result.update(
-            train_loss=sum(self.all_losses) / len(self.all_losses) if self.all_losses else None,
+            train_loss=self.loss_sum / self.loss_count if self.loss_count else None,
             steps=trainer.run.global_step,
             tokens=trainer.tokens,
             supervised_tokens=trainer.supervised_tokens,
@@ -106,7 +108,13 @@ class Bookkeeping:
 
     def record(self) -> dict[str, Any]:
         """Plain values for `trainer.json`."""
-        return {"training": asdict(self.numbers), "best": self.best, "losses": self.all_losses, "versions": versions()}
+        return {
+            "training": asdict(self.numbers),
+            "rows": self.trainer.cursor.num_rows,
+            "best": self.best,
+            "losses": [self.loss_sum, self.loss_count],
+            "versions": versions(),
+        }
 
     def settings(self) -> dict[str, Any]:
         """The resolved recipe, defaults included; `lowmem train` takes it where the model has a name."""
@@ -128,7 +136,12 @@ class Bookkeeping:
                 self.trainer.emit("data", split=split, lines=dataset.report.lines())
 
     def _restore(self, record: dict[str, Any]) -> None:
-        self.all_losses = record["losses"]
+        self.loss_sum, self.loss_count = record["losses"]
+        if record["rows"] != self.trainer.cursor.num_rows:
+            self.trainer.run.notice(
+                f"resume: the training set had {record['rows']:,} rows and has {self.trainer.cursor.num_rows:,}; the order "
+                "of rows is another one from here on"
+            )
         self.last_log = (0.0, self.trainer.tokens)
         self.best = tuple(record["best"]) if record["best"] else None
         now = asdict(self.numbers)
@@ -147,7 +160,7 @@ class Bookkeeping:
 
     def _log(self, metrics: dict[str, Any]) -> None:
         seconds, tokens = metrics["seconds"] - self.last_log[0], metrics["tokens"] - self.last_log[1]
-        mean = sum(self.losses) / len(self.losses)
+        mean = sum(self.losses) / len(self.losses) if self.losses else metrics["loss"]
         line = {**metrics, "loss": mean, "tokens_per_second": tokens / seconds if seconds else 0.0}
         self.losses, self.last_log = [], (metrics["seconds"], metrics["tokens"])
         self._append("log", line)

@@ -27,7 +27,8 @@ def save_pretrained(model: nn.Module, tokenizer: Any, folder: Path) -> None:
 def save_weights(model: nn.Module, folder: Path) -> None:
     """The trainable weights of a checkpoint: peft's own files for an adapter, else all weights by parameter name."""
     if _is_peft(model):
-        model.save_pretrained(folder)  # type: ignore[operator]
+        # "auto" would ask the hub for the base model's vocabulary at every checkpoint.
+        model.save_pretrained(folder, save_embedding_layers=False)  # type: ignore[operator]
         return
     save_file(named_state(model), folder / "model.safetensors", metadata={"format": "pt"})
     config: Any = getattr(model, "config", None)
@@ -45,7 +46,7 @@ def load_weights(model: nn.Module, folder: Path) -> None:
         from peft import get_peft_model_state_dict
 
         # peft strips the adapter's name from the keys; the tensors are the live ones, so copying into them loads.
-        _copy_into(get_peft_model_state_dict(model), folder / "adapter_model.safetensors")
+        _copy_into(get_peft_model_state_dict(model, save_embedding_layers=False), folder / "adapter_model.safetensors")
     else:
         _copy_into(_state(model), folder / "model.safetensors")
 
