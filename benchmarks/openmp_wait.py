@@ -1,6 +1,7 @@
 """What spinning OpenMP threads cost when another process wants a core: the same operations, both ways, side by side.
 
-Runs child processes (spinning as by default, for a moment, and not at all) alone and while one more process keeps a core busy.
+Runs child processes (spinning as by default, for a moment, and not at all) alone, and while one more process keeps a
+core busy.
 """
 
 from __future__ import annotations

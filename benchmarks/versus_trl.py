@@ -595,11 +595,14 @@ def report(common: Common, done: dict[str, dict[str, Any]], write: bool) -> int:
     return 0 if speed >= SPEED_BAR and memory <= MEMORY_BAR else 1
 
 
-def search(common: Common, repetitions: int, work: Path, write: bool) -> int:
+def search(common: Common, repetitions: int, work: Path, write: bool, only: list[str] | None) -> int:
     """Every candidate of both sides; the best of TRL belong into TRL_FASTEST and TRL_SMALLEST, lowmem's into LOWMEM."""
     sides = {"trl": TRL_CANDIDATES, "lowmem": LOWMEM_CANDIDATES}
     specs = {
-        f"{side} {name}": {"side": side, "settings": s} for side, all_ in sides.items() for name, s in all_.items()
+        f"{side} {name}": {"side": side, "settings": s}
+        for side, all_ in sides.items()
+        for name, s in all_.items()
+        if not only or f"{side} {name}" in only
     }
     jobs = [(f"{name} memory", _spec(common, spec, memory=True)) for name, spec in specs.items()]
     for repetition in range(repetitions):
@@ -625,6 +628,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a tiny random model, 3 steps; nothing is written")
     parser.add_argument("--search", action="store_true", help="try the candidates for the best settings")
+    parser.add_argument("--only", nargs="+", help="with --search: candidates such as 'trl eager attention'")
     parser.add_argument("--report", action="store_true", help="run nothing, report what is done")
     parser.add_argument("--fresh", action="store_true", help="forget the jobs that are done")
     parser.add_argument("--repetitions", type=int, help="timed runs of each contestant (default 3; 1 for --search)")
@@ -648,7 +652,7 @@ def main() -> int:
     common = prepare(arguments)
     write = not arguments.quick
     if arguments.search:
-        return search(common, arguments.repetitions or 1, arguments.work, write)
+        return search(common, arguments.repetitions or 1, arguments.work, write, arguments.only)
     jobs, _ = contest(common, arguments.repetitions or (1 if arguments.quick else 3))
     if arguments.report:
         jobs = [(name, spec) for name, spec in jobs if _place(name, spec, arguments.work).exists()]

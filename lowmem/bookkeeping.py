@@ -139,8 +139,8 @@ class Bookkeeping:
         self.loss_sum, self.loss_count = record["losses"]
         if record["rows"] != self.trainer.cursor.num_rows:
             self.trainer.run.notice(
-                f"resume: the training set had {record['rows']:,} rows and has {self.trainer.cursor.num_rows:,}; the order "
-                "of rows is another one from here on"
+                f"resume: the training set had {record['rows']:,} rows and has {self.trainer.cursor.num_rows:,}; "
+                "the order of rows is another one from here on"
             )
         self.last_log = (0.0, self.trainer.tokens)
         self.best = tuple(record["best"]) if record["best"] else None
