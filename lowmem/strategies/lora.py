@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, ClassVar
@@ -71,7 +72,9 @@ class LoRA(Strategy):
             task_type="CAUSAL_LM" if hasattr(model, "prepare_inputs_for_generation") else None,
         )
         try:
-            adapted: nn.Module = get_peft_model(model, config)  # type: ignore[arg-type]
+            with warnings.catch_warnings():  # peft 0.21 asks for a property that transformers 5.24 has renamed
+                warnings.simplefilter("ignore", FutureWarning)
+                adapted: nn.Module = get_peft_model(model, config)  # type: ignore[arg-type]
         except ValueError as error:
             raise UserError(f"lora: {' '.join(str(error).split())}") from error
         if self.target_modules == "all-linear" and (left := fused_experts(model)):
