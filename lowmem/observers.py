@@ -22,7 +22,7 @@ class Event:
             `log` (every `logging_steps`): the same, with loss averaged over the interval, and tokens_per_second.
             `evaluate`: step, eval_loss, eval_tokens, eval_seconds.
             `save`: step, path.
-            `ledger` (after the first step, where it is measured): rows (category -> bytes), peak_bytes.
+            `ledger` (after the second step, where it is measured): rows (category -> bytes), peak_bytes.
             `data` (before the first step): split, lines (what became of the rows).
             `notice`, `status`: text.
             `finish` (trained and saved, `result.json` not yet written): nothing.

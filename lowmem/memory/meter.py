@@ -104,9 +104,9 @@ class StepMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class MemoryLedger:
-    """Observer: measures the first two steps of a fresh run, shows the ledger, and leaves it in the result.
+    """Observer: measures the second step of a fresh run, shows the ledger, and leaves it in the result.
 
-    Two, because an optimizer may allocate its state at the end of the first one.
+    The second, because an optimizer may allocate its state at the end of the first (a run of one step has no other).
     """
 
     def __init__(self) -> None:
@@ -114,19 +114,17 @@ class MemoryLedger:
         self.hooks: list[Any] = []
 
     def __call__(self, event: Event) -> None:
-        """Start at `begin`, finish at the second `step`, or the last."""
-        if event.kind == "begin" and event.metrics["step"] == 0:
-            self._start(event.trainer)
-        elif (
-            event.kind == "step"
-            and self.meter is not None
-            and event.metrics["step"] >= min(2, event.trainer.total_steps)
-        ):
-            ledger = self._finish(event.trainer, self.meter)
+        """Start before the step to be measured, finish after it."""
+        trainer = event.trainer
+        measured = min(2, trainer.total_steps)
+        if event.kind in ("begin", "step") and event.metrics["step"] == measured - 1:
+            self._start(trainer)
+        elif event.kind == "step" and event.metrics["step"] == measured and self.meter is not None:
+            ledger = self._finish(trainer, self.meter)
             self.meter = None
-            event.trainer.result["memory_ledger"] = ledger.rows
-            event.trainer.result["peak_live_bytes"] = ledger.peak_bytes
-            event.trainer.emit("ledger", rows=ledger.rows, peak_bytes=ledger.peak_bytes)
+            trainer.result["memory_ledger"] = ledger.rows
+            trainer.result["peak_live_bytes"] = ledger.peak_bytes
+            trainer.emit("ledger", rows=ledger.rows, peak_bytes=ledger.peak_bytes)
 
     def _start(self, trainer: Trainer) -> None:
         self.meter = meter = StepMeter()

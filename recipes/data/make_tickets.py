@@ -30,7 +30,7 @@ PROBLEMS = {
         | it went to my old address | the van drove past my house | it arrived soaked
         | I got somebody else's order | the shipment is stuck at customs""",
     "account": """I cannot log in | the password link leads nowhere | my profile shows another person
-        | the code by text message never comes | the site says I do not exist | I am locked out
+        | the code by text message never comes | the site says I do not exist | my login is blocked
         | somebody signed in from abroad | my name is spelled wrong everywhere""",
 }
 WISHES = {
@@ -47,11 +47,11 @@ WISHES = {
 }
 MOODS = {
     "angry": """This is a disgrace | I have had it with you | Worst shop ever | Who runs this circus | I am furious
-        | Get your act together | Shame on you | My patience is over""",
+        | What a bad joke | Shame on you | My patience is over""",
     "calm": """Hello there | Good morning | To whom it may concern | Dear team | Hi, a quick note
         | For your information | Regarding my purchase | Greetings""",
-    "happy": """You made my year | Five stars from me | Hats off to your staff | Always a pleasure
-        | I tell all my friends about you | You guys rock | So glad I found you | Keep up the lovely work""",
+    "happy": """I adore your shop | Five stars from me | Hats off to your staff | Always a pleasure
+        | Simply brilliant service | You guys rock | So glad I found you | Keep up the lovely work""",
 }
 FRAMES = [
     "{Mood}. {Since} {problem}. {Wish}.",
