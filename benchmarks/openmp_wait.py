@@ -22,7 +22,7 @@ def milliseconds(operation, times=40):
     return 1e3 * (time.perf_counter() - start) / times
 print(json.dumps({"matrix product": milliseconds(lambda: hidden @ weight.T), "cast": milliseconds(hidden.float)}))
 """
-POLICIES = {"spinning": {}, "short spin": {"GOMP_SPINCOUNT": "20000"}, "no spin": {"GOMP_SPINCOUNT": "0"}}
+POLICIES = {"spinning": {}, "short spin": {"GOMP_SPINCOUNT": "1000"}, "no spin": {"GOMP_SPINCOUNT": "0"}}
 
 
 def main() -> None:

@@ -52,9 +52,10 @@ def _wait_politely() -> None:
     """Let idle OpenMP threads spin for a moment only (set before torch is imported; the user's own setting wins).
 
     By default they spin for long at the end of every operation. When anything else wants a core, the thread that spins
-    keeps the one it waits for from running, and an operation of 0.1 ms takes several (`benchmarks/openmp_wait.py`).
+    keeps the one it waits for from running. A short spin costs nothing alone and less then
+    (`benchmarks/openmp_wait.py`).
     """
-    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def _version(wanted: bool) -> None:
