@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -21,27 +21,27 @@ class Cursor:
     """Where a run stands in its data: epoch, and rows consumed in it.
 
     Attributes:
-        num_rows: rows of the training set.
+        rows: the training set.
         batch_size: rows per optimizer step; the last batch of an epoch may be shorter, and is used.
         seed: with the epoch, seeds the order of rows.
         shuffle: a new order every epoch.
     """
 
-    num_rows: int
+    rows: Sequence[Sample]
     batch_size: int
     seed: int
     shuffle: bool
     epoch: int = 0
     consumed: int = 0
 
-    def batches(self) -> Iterator[list[int]]:
-        """Row numbers of one optimizer batch after another, for ever; a batch never spans two epochs."""
+    def batches(self) -> Iterator[list[Sample]]:
+        """One optimizer batch after another, for ever; a batch never spans two epochs."""
         while True:
             order = self._order()
             while self.consumed < self.num_rows:
-                rows = order[self.consumed : self.consumed + self.batch_size]
-                self.consumed += len(rows)
-                yield rows.tolist()
+                numbers = order[self.consumed : self.consumed + self.batch_size].tolist()
+                self.consumed += len(numbers)
+                yield [self.rows[number] for number in numbers]
             self.epoch, self.consumed = self.epoch + 1, 0
 
     def total_steps(self, max_steps: int | None, num_train_epochs: float) -> int:
@@ -52,6 +52,19 @@ class Cursor:
     def epochs_done(self) -> float:
         """Passes over the data so far, as a fraction."""
         return self.epoch + self.consumed / self.num_rows
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the training set."""
+        return len(self.rows)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the run stands, as plain values for `trainer.json`."""
+        return {"epoch": self.epoch, "consumed": self.consumed, "rows": self.num_rows}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from where `state_dict` was taken."""
+        self.epoch, self.consumed = state["epoch"], state["consumed"]
 
     def _order(self) -> Tensor:
         if not self.shuffle:

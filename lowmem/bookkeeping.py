@@ -110,7 +110,6 @@ class Bookkeeping:
         """Plain values for `trainer.json`."""
         return {
             "training": asdict(self.numbers),
-            "rows": self.trainer.cursor.num_rows,
             "best": self.best,
             "losses": [self.loss_sum, self.loss_count],
             "versions": versions(),
@@ -137,9 +136,9 @@ class Bookkeeping:
 
     def _restore(self, record: dict[str, Any]) -> None:
         self.loss_sum, self.loss_count = record["losses"]
-        if record["rows"] != self.trainer.cursor.num_rows:
+        if (before := record["cursor"]["rows"]) != self.trainer.cursor.num_rows:
             self.trainer.run.notice(
-                f"resume: the training set had {record['rows']:,} rows and has {self.trainer.cursor.num_rows:,}; "
+                f"resume: the training set had {before:,} rows and has {self.trainer.cursor.num_rows:,}; "
                 "the order of rows is another one from here on"
             )
         self.last_log = (0.0, self.trainer.tokens)

@@ -43,6 +43,7 @@ class Run:
         optimizer: once it exists.
         global_step: optimizer steps done.
         metrics: what the current step has logged.
+        stopped: why the loop ends after the current step, before its last one; null while it goes on.
         all_notices: one-line remarks for the user, kept in `result.json`.
     """
 
@@ -55,6 +56,7 @@ class Run:
     optimizer: Optimizer | None = None
     global_step: int = 0
     metrics: dict[str, Any] = field(default_factory=dict)
+    stopped: str | None = None
     all_notices: list[str] = field(default_factory=list)
     _untold: list[str] = field(default_factory=list)
 

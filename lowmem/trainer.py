@@ -86,7 +86,7 @@ class Trainer:
         self.inference = self._wrap("wrap_inference", self._inference)
 
         self.cursor = Cursor(
-            len(self.train_dataset or ()), self.training.batch_size, self.training.seed, self.training.shuffle
+            self.train_dataset or (), self.training.batch_size, self.training.seed, self.training.shuffle
         )
         self.total_steps = self.cursor.total_steps(self.training.max_steps, self.training.num_train_epochs)
         self.scheduler = LambdaLR(self.optimizer, lr_lambda(self.training, self.total_steps))
@@ -129,8 +129,8 @@ class Trainer:
         self.emit("begin", step=self.run.global_step, total_steps=self.total_steps)
         self.model.train()
         batches = self.cursor.batches()
-        while self.run.global_step < self.total_steps:
-            batch = [self.train_dataset[row] for row in next(batches)]
+        while self.run.global_step < self.total_steps and not self.run.stopped:
+            batch = next(batches)
             self.run.metrics = {"learning_rate": self.optimizer.param_groups[0]["lr"]}
             loss = self.forward_backward([batch], count(batch))
             self.run.log(loss=loss)
@@ -203,7 +203,7 @@ class Trainer:
         """Write all that a run needs to go on as if it had never stopped."""
         record = {
             "step": self.run.global_step,
-            "cursor": [self.cursor.epoch, self.cursor.consumed],
+            "cursor": self.cursor.state_dict(),
             "scheduler": self.scheduler.last_epoch,
             "tokens": [self.tokens, self.supervised_tokens],
             **self.books.record(),
@@ -214,7 +214,7 @@ class Trainer:
         """Take back what `save_checkpoint` wrote; the learning rate follows the training numbers given now."""
         record, notices = checkpoint.load(folder, self.model, self.run.trainable, self.optimizer, self.strategies)
         self.run.global_step = record["step"]
-        self.cursor.epoch, self.cursor.consumed = record["cursor"]
+        self.cursor.load_state_dict(record["cursor"])
         self.tokens, self.supervised_tokens = record["tokens"]
         self.scheduler.last_epoch = record["scheduler"]
         for group, base, factor in zip(

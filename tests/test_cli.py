@@ -14,7 +14,7 @@ import pytest
 from conftest import make_llama, make_rows
 
 from lowmem import fetch as fetching
-from lowmem.cli import _with_resume_value
+from lowmem.cli.train import with_resume_value
 from lowmem.errors import UserError
 
 ROOT = Path(__file__).parent.parent
@@ -242,10 +242,10 @@ def test_from_another_folder_the_data_is_the_same(folder):
 
 def test_resume_takes_a_folder_if_one_follows(tmp_path):
     place = str(tmp_path)
-    assert _with_resume_value(["train", "r", "--resume"]) == ["train", "r", "--resume=newest"]
-    assert _with_resume_value(["train", "r", "--resume", "a.b=1"]) == ["train", "r", "--resume=newest", "a.b=1"]
-    assert _with_resume_value(["train", "r", "--resume", place]) == ["train", "r", "--resume", place]
-    assert _with_resume_value(["train", "--resume", "r"]) == ["train", "--resume=newest", "r"]
+    assert with_resume_value(["train", "r", "--resume"]) == ["train", "r", "--resume=newest"]
+    assert with_resume_value(["train", "r", "--resume", "a.b=1"]) == ["train", "r", "--resume=newest", "a.b=1"]
+    assert with_resume_value(["train", "r", "--resume", place]) == ["train", "r", "--resume", place]
+    assert with_resume_value(["train", "--resume", "r"]) == ["train", "--resume=newest", "r"]
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------

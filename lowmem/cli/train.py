@@ -1,0 +1,58 @@
+"""`lowmem train`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from lowmem.cli.common import OverridesArgument, RecipeArgument, quiet_bars
+
+_NEWEST = "newest"
+
+
+def train(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[PATH]", help="Go on from a checkpoint folder; without PATH, from the newest one of output_dir."
+        ),
+    ] = None,
+) -> None:
+    """Train as a recipe says."""
+    from lowmem.recipe import load_recipe
+
+    quiet_bars()
+    loaded = load_recipe(recipe, overrides or ())  # complains before anything heavy is imported
+    from lowmem.console import Console
+    from lowmem.memory.meter import MemoryLedger
+    from lowmem.trainer import Trainer
+
+    console = Console()
+    try:
+        trainer = Trainer.from_recipe(
+            str(loaded.path), overrides=list(overrides or ()), observers=[MemoryLedger(), console]
+        )
+        trainer.train(resume_from=True if resume == _NEWEST else resume)
+    except KeyboardInterrupt:
+        console.close()
+        saves = loaded.training.output_dir and loaded.training.save_steps
+        hint = f"; --resume goes on from the newest checkpoint in {loaded.training.output_dir}" if saves else ""
+        print(f"interrupted{hint}", file=sys.stderr)
+        raise typer.Exit(130) from None
+    finally:
+        console.close()
+
+
+def with_resume_value(arguments: list[str]) -> list[str]:
+    """`--resume` takes a folder if one follows, else means the newest checkpoint; overrides may follow it, too."""
+    result = list(arguments)
+    for index, argument in enumerate(arguments):
+        follower = arguments[index + 1] if index + 1 < len(arguments) else ""
+        if argument == "--resume" and not os.path.isdir(follower):
+            result[index] = f"--resume={_NEWEST}"
+    return result
