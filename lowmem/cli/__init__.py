@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from lowmem.cli import reference
+from lowmem.cli.doctor import doctor
 from lowmem.cli.train import train, with_resume_value
 from lowmem.errors import UserError
 
@@ -27,6 +28,7 @@ for command in (
     reference.schema,
     reference.dtypes,
     reference.fetch,
+    doctor,
 ):
     app.command()(command)
 
