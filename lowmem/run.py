@@ -81,3 +81,10 @@ def pick_device(model: object) -> torch.device:
     if isinstance(model, nn.Module) and any(p.is_meta for p in model.parameters()):
         return torch.device("meta")
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def number(value: Any) -> Any:
+    """A metric as a plain number; on the meta device there is none to read."""
+    if not isinstance(value, Tensor):
+        return value
+    return float("nan") if value.is_meta else float(value)

@@ -23,7 +23,7 @@ from lowmem.errors import UserError
 from lowmem.loss import count, next_token_cross_entropy, num_targets
 from lowmem.model import load_model, load_tokenizer, raise_trainable_dtype
 from lowmem.observers import Event, Observer
-from lowmem.run import Run, World, pick_device
+from lowmem.run import Run, World, number, pick_device
 from lowmem.schedule import lr_lambda
 from lowmem.strategies import with_defaults
 from lowmem.strategy import Sample, Strategy, resolve, traits
@@ -241,7 +241,7 @@ class Trainer:
     def _account(self, batch: list[Sample], seconds: float) -> None:
         self.tokens += sum(len(sample["input_ids"]) for sample in batch)
         self.supervised_tokens += sum(map(num_targets, batch))
-        metrics = {k: float(v) if isinstance(v, Tensor) else v for k, v in self.run.metrics.items()}
+        metrics = {k: number(v) for k, v in self.run.metrics.items()}
         metrics |= {"step": self.run.global_step, "epoch": self.cursor.epochs_done, "seconds": seconds}
         metrics |= {"tokens": self.tokens, "supervised_tokens": self.supervised_tokens}
         self.emit("step", **metrics)

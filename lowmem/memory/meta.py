@@ -1,0 +1,171 @@
+"""Running a training step on the meta device: what the real device would do where plain `meta` tensors do otherwise.
+
+Inside `on_meta`, the real code runs (transformers, peft, bitsandbytes, the strategies, the loop); only tensors have no
+data. Each patch below stands for one place where the meta device would choose another path than the real one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from lowmem.memory.meta_autocast import lowered, meta_autocast
+
+Device = Literal["cpu", "cuda"]
+aten = torch.ops.aten
+
+
+@contextmanager
+def on_meta(device: Device = "cuda") -> Iterator[None]:
+    """Inside, operations on meta tensors take the path that `device` would take.
+
+    Args:
+        device: `cuda`: flash or memory-efficient attention, foreach and fused optimizers, one-byte dropout masks;
+            `cpu`: what torch does on a CPU.
+    """
+    functional = torch.nn.functional
+    real_attention = functional.scaled_dot_product_attention
+    attend = _cuda_attention(real_attention) if device == "cuda" else _cpu_attention(real_attention)
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(functional, "scaled_dot_product_attention", attend))
+        stack.enter_context(meta_autocast(device))
+        stack.enter_context(_masks())
+        stack.enter_context(_positions())
+        if device == "cuda":
+            stack.enter_context(_foreach())
+            stack.enter_context(patch.object(functional, "dropout", _dropout))
+        yield
+
+
+def _cuda_attention(real: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The kernel that CUDA's dispatcher chooses (flash: half precision, no mask; else memory-efficient; else math)."""
+
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if query.device.type != "meta":
+            return real(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        query, key, value = lowered(query, key, value)
+        half = query.dtype in (torch.float16, torch.bfloat16)
+        width = query.shape[-1]
+        if attn_mask is None and half and width <= 256 and width % 8 == 0:
+            found: Tensor = aten._scaled_dot_product_flash_attention(
+                query, key, value, dropout_p, is_causal, False, scale=scale
+            )[0]
+            return found
+        if query.shape[1] == key.shape[1] and width % (8 if half else 4) == 0:
+            bias = None if attn_mask is None else _bias(attn_mask, query)
+            grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+            return aten._scaled_dot_product_efficient_attention(  # type: ignore[no-any-return]
+                query, key, value, bias, grad, dropout_p, is_causal, scale=scale
+            )[0]
+        return real(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+    return attention
+
+
+def _bias(mask: Tensor, query: Tensor) -> Tensor:
+    """The mask as the memory-efficient kernel takes it: in the dtype of the query, rows padded to 16 entries."""
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
+    length = mask.shape[-1]
+    if length % 16:
+        mask = torch.nn.functional.pad(mask, (0, 16 - length % 16))[..., :length]
+    return mask.expand(query.shape[0], query.shape[1], -1, -1)
+
+
+def _cpu_attention(real: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if query.device.type != "meta" or dropout_p > 0:
+            return real(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        query, key, value = lowered(query, key, value)
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(
+                attn_mask.logical_not(), float("-inf")
+            )
+        return aten._scaled_dot_product_flash_attention_for_cpu(  # type: ignore[no-any-return]
+            query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+        )[0]
+
+    return attention
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """On CUDA dropout keeps a mask of one byte per value."""
+    if not training or p == 0:
+        return input
+    dropped: Tensor = torch.native_dropout(input, p, True)[0]
+    return dropped
+
+
+@contextmanager
+def _foreach() -> Iterator[None]:
+    """Optimizers take the foreach and fused path of a card."""
+    from torch.optim import optimizer
+    from torch.utils import _foreach_utils
+
+    def supported() -> list[str]:
+        return ["cuda", "meta"]
+
+    with ExitStack() as stack:
+        for module in (optimizer, _foreach_utils):
+            for name in ("_get_foreach_kernels_supported_devices", "_get_fused_kernels_supported_devices"):
+                stack.enter_context(patch.object(module, name, supported))
+        yield
+
+
+@contextmanager
+def _masks() -> Iterator[None]:
+    """transformers looks into position ids to see whether rows are packed; the answer travels with them here."""
+    from transformers import masking_utils
+
+    real = masking_utils.find_packed_sequence_indices
+
+    def packed(position_ids: Tensor) -> Tensor | None:
+        if position_ids.device.type != "meta":
+            return real(position_ids)
+        if not getattr(position_ids, "holds_packed_rows", False):
+            return None
+        return torch.empty(position_ids.shape, dtype=torch.int64, device="meta")
+
+    with patch.object(masking_utils, "find_packed_sequence_indices", packed):
+        yield
+
+
+@contextmanager
+def _positions() -> Iterator[None]:
+    """Position ids on their way to the meta device keep the knowledge whether they restart inside a row."""
+    from lowmem import batches
+
+    real = batches._move
+
+    def move(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+        moved = real(batch, device)
+        if device.type == "meta" and "position_ids" in batch:
+            restarts = bool((batch["position_ids"].diff(dim=-1) != 1).any())
+            moved["position_ids"].holds_packed_rows = restarts  # type: ignore[attr-defined]
+        return moved
+
+    with patch.object(batches, "_move", move):
+        yield

@@ -1,0 +1,129 @@
+"""Every storage that is born and dies while something runs: bytes, operation, phase, category."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+@dataclass(slots=True)
+class Storage:
+    """One storage.
+
+    Attributes:
+        size: bytes, unrounded.
+        op: the operation that returned it first (`aten.mm.default`), and the shape it returned it in.
+        phase: when it was born (`load`, `forward`, `backward`, `step`, `evaluate` ...).
+        label: its category, where it is known.
+    """
+
+    size: int
+    op: str
+    shape: tuple[int, ...]
+    phase: str
+    label: str | None = None
+
+
+class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While active, records the birth and death of every storage that an operation returns.
+
+    Attributes:
+        storages: number -> storage.
+        events: (number of the storage, bytes); negative bytes: it died.
+        phase: what is going on; inside a backward pass it is `backward` by itself.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.storages: list[Storage] = []
+        self.events: list[tuple[int, int]] = []
+        self.phase = "load"
+        self._numbers: dict[int, int] = {}  # address of a live storage -> its number
+        self._guards: dict[int, Any] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation, and look at what it returns."""
+        result = func(*args, **(kwargs or {}))
+        for leaf in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(leaf, Tensor):
+                self.see(leaf, op=func)
+            elif isinstance(leaf, tuple | list):
+                for inner in leaf:
+                    if isinstance(inner, Tensor):
+                        self.see(inner, op=func)
+        return result
+
+    def see(self, tensor: Tensor, label: str | None = None, op: Any = "given") -> int:
+        """Take note of a tensor's storage; a label names its category from now on, and in hindsight."""
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        number = self._numbers.get(address)
+        if number is None:
+            number = self._numbers[address] = len(self.storages)
+            size = storage.nbytes()
+            phase = "backward" if torch._C._current_graph_task_id() != -1 else self.phase
+            self.storages.append(Storage(size, str(op), tuple(tensor.shape), phase))
+            self.events.append((number, size))
+            self._guards[number] = weakref.ref(storage, lambda _, a=address, n=number, s=size: self._died(a, n, s))  # type: ignore[misc]
+        if label is not None:
+            self.storages[number].label = label
+        return number
+
+    def hidden(self, size: int, op: str) -> None:
+        """Bytes that an operation holds while it runs and that no tensor shows."""
+        number = len(self.storages)
+        self.storages.append(Storage(size, op, (), self.phase, "inside kernels"))
+        self.events += [(number, size), (number, -size)]
+
+    def _died(self, address: int, number: int, size: int) -> None:
+        self._numbers.pop(address, None)
+        self._guards.pop(number, None)
+        self.events.append((number, -size))
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Inside, what is born belongs to a phase."""
+        before, self.phase = self.phase, phase
+        try:
+            yield
+        finally:
+            self.phase = before
+
+    # -- looking back -------------------------------------------------------------------------------------------------
+
+    def peak(self) -> tuple[int, int]:
+        """The most live bytes, and the index of the event that reached it."""
+        live, highest, index = 0, -1, 0
+        for i, (_, size) in enumerate(self.events):
+            live += size
+            if live > highest:
+                highest, index = live, i
+        return highest, index
+
+    def live_at(self, index: int) -> list[Storage]:
+        """The storages that lived after an event."""
+        live: dict[int, int] = {}
+        for number, size in self.events[: index + 1]:
+            if size >= 0:
+                live[number] = size
+            else:
+                live.pop(number, None)
+        return [self.storages[number] for number in live]
+
+    def holders(self, index: int) -> list[tuple[int, int, str]]:
+        """What lived after an event by operation, shape and phase: (bytes, count, words), largest first."""
+        sizes: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
+        for storage in self.live_at(index):
+            words = f"{storage.label or storage.op} {list(storage.shape)} {storage.phase}"
+            sizes[words] += storage.size
+            counts[words] += 1
+        return [(size, counts[words], words) for words, size in sizes.most_common()]
