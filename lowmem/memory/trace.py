@@ -13,6 +13,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lowmem.memory.kernels import hidden_bytes, is_matrix_product
+
+# `:4096:2:16:8`, the default of cuBLAS before Hopper (pytorch#95668)
+CUBLAS_WORKSPACE = 8_519_680
+
 
 @dataclass(slots=True)
 class Storage:
@@ -35,23 +40,29 @@ class Storage:
 class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While active, records the birth and death of every storage that an operation returns.
 
+    Args:
+        device: whose kernels' hidden bytes are recorded, too (`cuda`, `cpu`); null: none.
+
     Attributes:
         storages: number -> storage.
         events: (number of the storage, bytes); negative bytes: it died.
         phase: what is going on; inside a backward pass it is `backward` by itself.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: str | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.device = device
         self.storages: list[Storage] = []
         self.events: list[tuple[int, int]] = []
         self.phase = "load"
         self._numbers: dict[int, int] = {}  # address of a live storage -> its number
         self._guards: dict[int, Any] = {}
+        self._workspaces: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, and look at what it returns."""
         result = func(*args, **(kwargs or {}))
+        inside = [self._hidden(size, func) for size in self._inside(func, args)]
         for leaf in result if isinstance(result, tuple | list) else (result,):
             if isinstance(leaf, Tensor):
                 self.see(leaf, op=func)
@@ -59,7 +70,35 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 for inner in leaf:
                     if isinstance(inner, Tensor):
                         self.see(inner, op=func)
+        self.events += [(number, -self.storages[number].size) for number in inside]
         return result
+
+    def _inside(self, func: Any, args: Any) -> list[int]:
+        if self.device is None:
+            return []
+        if self.device == "cuda" and is_matrix_product(func):
+            self._workspace()
+        return hidden_bytes(func, args, self.device)
+
+    def _workspace(self) -> None:
+        """cuBLAS keeps one workspace for the main thread and one for autograd's, once it has been called there."""
+        phase = self._now()
+        thread = "autograd" if phase == "backward" else "main"
+        if thread not in self._workspaces:
+            self._workspaces.add(thread)
+            self._born(CUBLAS_WORKSPACE, f"cuBLAS workspace ({thread} thread)", (), "workspaces")
+
+    def _hidden(self, size: int, func: Any) -> int:
+        return self._born(size, f"inside {func}", (), "inside kernels")
+
+    def _born(self, size: int, op: str, shape: tuple[int, ...], label: str | None = None) -> int:
+        number = len(self.storages)
+        self.storages.append(Storage(size, op, shape, self._now(), label))
+        self.events.append((number, size))
+        return number
+
+    def _now(self) -> str:
+        return "backward" if torch._C._current_graph_task_id() != -1 else self.phase
 
     def see(self, tensor: Tensor, label: str | None = None, op: Any = "given") -> int:
         """Take note of a tensor's storage; a label names its category from now on, and in hindsight."""
@@ -67,21 +106,12 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         address = storage._cdata
         number = self._numbers.get(address)
         if number is None:
-            number = self._numbers[address] = len(self.storages)
             size = storage.nbytes()
-            phase = "backward" if torch._C._current_graph_task_id() != -1 else self.phase
-            self.storages.append(Storage(size, str(op), tuple(tensor.shape), phase))
-            self.events.append((number, size))
+            number = self._numbers[address] = self._born(size, str(op), tuple(tensor.shape))
             self._guards[number] = weakref.ref(storage, lambda _, a=address, n=number, s=size: self._died(a, n, s))  # type: ignore[misc]
         if label is not None:
             self.storages[number].label = label
         return number
-
-    def hidden(self, size: int, op: str) -> None:
-        """Bytes that an operation holds while it runs and that no tensor shows."""
-        number = len(self.storages)
-        self.storages.append(Storage(size, op, (), self.phase, "inside kernels"))
-        self.events += [(number, size), (number, -size)]
 
     def _died(self, address: int, number: int, size: int) -> None:
         self._numbers.pop(address, None)
