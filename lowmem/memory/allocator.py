@@ -142,8 +142,7 @@ class CachingAllocator:
         if self.expandable:  # a block before unmapped addresses counts as large as it can grow
             while index + 1 < len(blocks) and _can_grow_to(blocks[index + 1][2]) < _can_grow_to(blocks[index][2]):
                 index += 1
-        block = blocks.pop(index)[2]
-        return block
+        return blocks.pop(index)[2]
 
     def _more(self, pool: Pool, size: int) -> Block | None:
         return self._grown(pool, size) if self.expandable else self._segment(pool, size)

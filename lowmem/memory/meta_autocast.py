@@ -35,7 +35,7 @@ _open: list[tuple[bool, torch.dtype]] = []
 class MetaAutocast:
     """`torch.autocast` for device type `meta`; the casts are made by `AutocastMode`, which must be active."""
 
-    cache: dict[int, tuple[Tensor, Tensor]] = {}  # noqa: RUF012 - one for all contexts, as in torch
+    cache: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __init__(self, dtype: torch.dtype | None, enabled: bool, device: Device) -> None:
         self.setting = (enabled, dtype or (torch.bfloat16 if device == "cpu" else torch.float16))
@@ -73,10 +73,10 @@ class AutocastMode(TorchFunctionMode):
         name = {"__matmul__": "matmul", "__rmatmul__": "matmul", "__pow__": "pow"}.get(name, name)
         if enabled and name in _LOW:
             args, kwargs = tree_map(lambda v: _lowered(v, low), (args, kwargs))
-        elif enabled and name in self.wide:
-            args, kwargs = tree_map(_raised, (args, kwargs))
-        elif enabled and name in _PROMOTE and any(
-            isinstance(v, Tensor) and v.dtype == torch.float32 for v in tree_leaves((args, kwargs))
+        elif (enabled and name in self.wide) or (
+            enabled
+            and name in _PROMOTE
+            and any(isinstance(v, Tensor) and v.dtype == torch.float32 for v in tree_leaves((args, kwargs)))
         ):
             args, kwargs = tree_map(_raised, (args, kwargs))
         return func(*args, **kwargs)
@@ -86,7 +86,13 @@ def _backward(loss: Tensor, gradient: Tensor | None, retain_graph: Any, create_g
     """`loss.backward()` below the level at which torch asks the mode again."""
     gradient = torch.ones_like(loss) if gradient is None else gradient
     _engine_run_backward(
-        (loss,), (gradient,), retain_graph or create_graph, create_graph, (), allow_unreachable=True, accumulate_grad=True
+        (loss,),
+        (gradient,),
+        retain_graph or create_graph,
+        create_graph,
+        (),
+        allow_unreachable=True,
+        accumulate_grad=True,
     )
 
 

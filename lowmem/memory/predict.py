@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -123,7 +121,7 @@ def _phased(trace: Trace, phase: str, part: Any) -> Any:
 def judge(trace: Trace, expandable: bool, capacity: int | None = None, vocabulary: int = 0) -> Prediction:
     """What a trace means for a card."""
     allocator = replay(trace.events, CachingAllocator(capacity, expandable))
-    peak, index = trace.peak()
+    _peak, index = trace.peak()
     number = trace.events[index][0]
     born = trace.storages[number]
     ledger: Counter[str] = Counter()
