@@ -255,7 +255,7 @@ def test_content_parts_are_joined() -> None:
 
 
 def test_tools_reach_the_template() -> None:
-    tokenizer = byte_tokenizer("{% if tools %}{{ tools[0].name }}{% endif %}" + CHAT)
+    tokenizer = byte_tokenizer("{% if tools %}{{ tools[0].function.name }}{% endif %}" + CHAT)
     row = {"messages": talk("q", "a"), "tools": '[{"name": "search"}]'}
     assert tokenizer.decode(one(row, tokenizer)["input_ids"]).startswith("search<bos>")
 
@@ -583,12 +583,19 @@ def test_kinds_of_files(tmp_path: Path) -> None:
 
 
 def test_a_file_in_another_encoding(tmp_path: Path) -> None:
-    for name in ("cp949.jsonl", "cp949.txt", "cp949.json"):
+    skip = DataConfig(on_bad_row="skip")
+    for name in ("cp949.jsonl", "cp949.txt", "cp949.json", "cp949.csv"):
         path = tmp_path / name
-        row = '{"text": "안녕하세요"}'
-        path.write_bytes((f"[\n{row}]" if name.endswith("json") else f'{{"text": "a"}}\n{row}\n').encode("cp949"))
-        with pytest.raises(UserError, match=rf"{name}:2: the file is not UTF-8"):
-            tokenize(path, byte_tokenizer(), DataConfig(on_bad_row="skip"))
+        row = "안녕하세요" if name.endswith(("csv", "txt")) else '{"text": "안녕하세요"}'
+        first = {"cp949.json": "[", "cp949.csv": "text", "cp949.txt": "a"}.get(name, '{"text": "a"}')
+        path.write_bytes(f"{first}\n{row}{']' if first == '[' else ''}\n".encode("cp949"))
+        with pytest.raises(UserError, match=rf"{name}:2: the file is not UTF-8 \(byte 0xbe, perhaps CP949\)"):
+            tokenize(path, byte_tokenizer(), skip if first == "[" else None)
+    report = tokenize(tmp_path / "cp949.jsonl", byte_tokenizer(), skip).report
+    assert (report.rows, report.rows_read, report.dropped) == (1, 2, {"not UTF-8": 1})
+    path.write_bytes('\ufeff{"text": "a"}\n'.encode("utf-16-le"))
+    with pytest.raises(UserError, match=r"cp949\.csv:1: the file is UTF-16"):
+        tokenize(path, byte_tokenizer(), skip)
 
 
 def test_the_locale_does_not_matter(tmp_path: Path) -> None:
