@@ -325,7 +325,8 @@ def test_c512_every_row_is_in_one_pack_and_whole(length: int) -> None:
     assert dataset.report.dropped == {"nothing to learn": 1}
     packs = pack(dataset[:], length)
     assert all(len(row["input_ids"]) <= length for row in packs)
-    assert sorted(number for row in packs for number in row["input_ids"].tolist()) == sorted(number for row in kept for number in row)
+    found = sorted(number for row in packs for number in row["input_ids"].tolist())
+    assert found == sorted(number for row in kept for number in row)
     for row in kept:
         (home,) = (one for one in packs if row[0] in one["input_ids"])
         at = home["input_ids"].tolist().index(row[0])
