@@ -53,7 +53,7 @@ class WeightedPath:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.weight) and self.weight > 0):
-            raise UserError(f"weight: a weight is a number above 0; got {self.weight} for {self.path}")
+            raise UserError(f"a weight is a number above 0; got {self.weight} for {self.path}")
 
 
 @dataclass(frozen=True)

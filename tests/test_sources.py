@@ -40,9 +40,8 @@ def test_csv_with_quotes_line_breaks_and_marks(tmp_path: Path) -> None:
 def test_broken_rows_of_a_table(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_bytes(b'text,id\na,1\nb\nc,3,4\n"d"x,4\n\xff,5\ne,6\n')
-    for line, message in ((3, "1 fields, and the header has 2 columns"),):
-        with pytest.raises(UserError, match=rf"rows\.csv:{line}: {message}"):
-            tokenize(path, byte_tokenizer())
+    with pytest.raises(UserError, match=r"rows\.csv:3: 1 fields, and the header has 2 columns"):
+        tokenize(path, byte_tokenizer())
     report = tokenize(path, byte_tokenizer(), SKIP).report
     assert (report.rows, report.rows_read) == (2, 6)
     assert report.dropped == {"wrong number of fields": 2, "not CSV": 1, "not UTF-8": 1}

@@ -260,7 +260,8 @@ def _parquet(path: Path, on_bad: OnBad) -> Rows:
                     where = f"{path}[{number}]"
                     number += 1
                     if isinstance(row, Exception):
-                        on_bad(BadRowError(where, f"a value cannot be read ({row})", "unreadable value"))
+                        reason = "not UTF-8" if isinstance(row, UnicodeDecodeError) else "unreadable value"
+                        on_bad(BadRowError(where, f"a value cannot be read ({row})", reason))
                     else:
                         yield row, where
         except pyarrow.ArrowException as error:
