@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -32,15 +33,27 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class WeightedPath:
-    """One file of several, with how often its rows count (2.0: every row twice; 0.5: every second row).
+    """One source of rows, and how it is read.
 
     Attributes:
-        path: a data file.
-        weight: passes over the file per epoch; above 0.
+        path: a data file, a folder of them, a pattern (`data/*.jsonl`), or a hub id.
+        weight: passes over its rows per epoch, above 0 (2.0: every row twice; 0.5: every second row).
+        revision: branch, tag or commit of a hub data set; null is the default branch.
+        name: configuration of a hub data set (a language, say); null is the default one.
+        split: split of a hub data set or of a saved one; null is `train` for the hub.
+        whole_file: every file, whatever its suffix, is one document of plain text.
     """
 
     path: str
     weight: float = 1.0
+    revision: str | None = None
+    name: str | None = None
+    split: str | None = None
+    whole_file: bool = False
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.weight) and self.weight > 0):
+            raise UserError(f"a weight is a number above 0; got {self.weight} for {self.path}")
 
 
 @dataclass(frozen=True)
@@ -48,20 +61,24 @@ class DataConfig:
     """What the model learns from (recipe block `data`).
 
     Attributes:
-        train: a path (JSON, JSONL, text), a list of paths with weights, or a hub id.
+        train: a path (JSON, JSONL, CSV, TSV, Parquet, text; also .gz, folders and patterns), a hub id, one of these
+            with its settings (weight, revision, split, ...), or a list.
         eval: the same, for the evaluation loss; null evaluates nothing.
         exact_match: prompts with reference answers (chat, instruction or prompt/completion rows). The model answers
             them greedily before and after training, and the share of equal answers is reported.
-        format: how a row is read; `auto` decides by its keys.
+        format: how a row is read; `auto` decides by its keys. `preference_chosen` learns the chosen answers of
+            preference rows, which `auto` refuses.
         train_on: `completions` supervises answers only, `everything` every token. Null: completions where a row has a
             prompt, everything for plain text.
         on_bad_row: `error` stops at a row that cannot be read, `skip` counts it and goes on.
     """
 
-    train: str | list[str | WeightedPath] | None = None
-    eval: str | list[str | WeightedPath] | None = None
+    train: str | list[str | WeightedPath] | WeightedPath | None = None
+    eval: str | list[str | WeightedPath] | WeightedPath | None = None
     exact_match: str | None = None
-    format: Literal["auto", "messages", "instruction", "prompt_completion", "text", "tokens"] = "auto"
+    format: Literal[
+        "auto", "messages", "sharegpt", "instruction", "prompt_completion", "text", "tokens", "preference_chosen"
+    ] = "auto"
     train_on: Literal["completions", "everything"] | None = None
     on_bad_row: Literal["error", "skip"] = "error"
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeAlias
 
 from lowmem.config import DataConfig, ModelConfig, TrainingConfig, WeightedPath
 from lowmem.fetch import WEIGHTS
@@ -14,6 +16,7 @@ from lowmem.schema import nearest
 from lowmem.yaml_lines import KeyPath, RecipeError
 
 _FILE_SUFFIXES = {".json", ".jsonl", ".txt", ".md", ".csv", ".tsv", ".parquet", ".arrow", ".gguf", ".gz", ".zst"}
+Files: TypeAlias = str | list[str | WeightedPath] | WeightedPath | None
 _HERE = Path(__file__).parent
 
 
@@ -74,13 +77,13 @@ def resolve_data_paths(data: DataConfig, source: Source, folder: Path, check: bo
 
     def entry(value: str | WeightedPath, path: KeyPath) -> str | WeightedPath:
         if isinstance(value, WeightedPath):
-            return replace(value, path=_resolve(value.path, path, source, folder, check))
-        return _resolve(value, path, source, folder, check)
+            return replace(value, path=_resolve(value.path, path, source, folder, check, pattern=True))
+        return _resolve(value, path, source, folder, check, pattern=True)
 
-    def files(value: str | list[str | WeightedPath] | None, key: str) -> str | list[str | WeightedPath] | None:
+    def files(value: Files, key: str) -> Files:
         if isinstance(value, list):
             return [entry(item, ("data", key, index)) for index, item in enumerate(value)]
-        return None if value is None else _resolve(value, ("data", key), source, folder, check)
+        return None if value is None else entry(value, ("data", key))
 
     prompts = data.exact_match
     if prompts is not None:
@@ -104,7 +107,7 @@ def native(text: str) -> Path:
     return Path(text)
 
 
-def _resolve(text: str, key: KeyPath, source: Source, folder: Path, check: bool) -> str:
+def _resolve(text: str, key: KeyPath, source: Source, folder: Path, check: bool, pattern: bool = False) -> str:
     if not text:
         raise source.error(key, "is empty")
     given = native(text).expanduser()
@@ -112,6 +115,8 @@ def _resolve(text: str, key: KeyPath, source: Source, folder: Path, check: bool)
     place = Path(os.path.normpath((Path.cwd() if typed else folder.absolute()) / given))
     if place.exists():
         return str(place)
+    if pattern and glob.has_magic(text):
+        return _resolve_pattern(given, key, source, Path.cwd() if typed else folder.absolute(), check)
     if _only_a_path(text):
         start = "the current directory, for overrides" if typed else "the recipe's folder"
         if check:
@@ -123,6 +128,14 @@ def _resolve(text: str, key: KeyPath, source: Source, folder: Path, check: bool)
             key, f"no such file: {place} (there is one in the current directory; paths start from the recipe)"
         )
     return text
+
+
+def _resolve_pattern(given: Path, key: KeyPath, source: Source, start: Path, check: bool) -> str:
+    """A pattern made absolute; the folder it starts from is no pattern, whatever its name."""
+    place = os.path.normpath(given if given.is_absolute() else Path(glob.escape(str(start))) / given)
+    if check and not any(map(os.path.isfile, glob.iglob(place, recursive=True))):
+        raise source.error(key, f"no file matches {place}")
+    return place
 
 
 def _only_a_path(text: str) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowmem.config import DataConfig
-from lowmem.data.encode import Encoder, Rendered
+from lowmem.data.encode import Encoded, Encoder, Rendered
 from lowmem.data.read import BadRowError, read_rows
 from lowmem.data.render import Renderer
 from lowmem.data.report import DataReport
@@ -129,9 +129,7 @@ class _Builder:
         texts = [content for _, content, _ in self.waiting if isinstance(content, Rendered)]
         if texts and self.encoder is None:
             self.encoder = Encoder(self.renderer.tokenizer)
-        encoded: Iterator[tuple[Int32, Int32] | None] = iter(
-            self.encoder.encode(texts) if self.encoder and texts else []
-        )
+        encoded: Iterator[Encoded | None] = iter(self.encoder.encode(texts) if self.encoder and texts else [])
         for name, content, where in self.waiting:
             if isinstance(content, Tokens):
                 self._keep(name, content)
