@@ -1,10 +1,10 @@
 """How much memory and time it takes to tokenise a million short rows: first by work, then from the cache.
 
-Writes a JSONL file of 1,000,000 rows of prompt and completion, tokenises it in a child process with the defaults (worker processes, cache),
-and adds up the resident memory of that process and all it starts, 20 times a second. The start is what the child holds
-with lowmem, torch, transformers and the tokenizer loaded. A third child reads the rows in random order, as training
-does: pages of mapped files that it touches count as resident, although the system may take them back. A twentieth of the
-number, as chat rows, which a template has to render, shows what processes gain.
+Writes a JSONL file of 1,000,000 rows of prompt and completion, tokenises it in a child process with the defaults (with
+processes and cache), and adds up the resident memory of that process and all it starts, 20 times a second. The start is
+what the child holds with lowmem, torch, transformers and the tokenizer loaded. A third child reads the rows in random
+order, as training does: pages of mapped files that it touches count as resident, although the system may take them
+back. A twentieth of the number, as chat rows, which a template has to render, shows what processes gain.
 
     lowmem fetch smollm2
     python benchmarks/data_memory.py            # some minutes
