@@ -388,6 +388,12 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path: Path, monkeypatch:
     assert not list((tmp_path / "c").iterdir())
 
 
+def test_a_missing_file_is_still_named(tmp_path: Path) -> None:
+    for source in (tmp_path / "none.jsonl", [str(tmp_path / "none.jsonl")], WeightedPath(str(tmp_path / "none.jsonl"))):
+        with pytest.raises(UserError, match=r"none.jsonl: no such file"):
+            tokenize(source, None, DataConfig(cache_dir=str(tmp_path / "c")))
+
+
 @pytest.mark.parametrize(("name", "value"), [("num_workers", -1), ("shuffle_buffer", 1)])
 def test_settings_out_of_range(name: str, value: int) -> None:
     with pytest.raises(UserError, match=f"data.{name}: "):

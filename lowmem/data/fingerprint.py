@@ -7,7 +7,7 @@ import glob
 import hashlib
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from decimal import Decimal
 from functools import cache
@@ -108,7 +108,7 @@ def _files_digest(files: list[tuple[str, Path]]) -> list[list[str]]:
 
 def _rows_digest(source: Any, data: DataConfig) -> str:
     """The digest of rows that are not in files, read once for it."""
-    if iter(source) is source:
+    if isinstance(source, Iterator):
         raise UserError("data.cache_dir: has no effect on rows that can be read only once; drop it, or give a list")
     digest = hashlib.sha256()
     for row, where in read_items(read_rows, source, data):

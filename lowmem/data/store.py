@@ -55,7 +55,7 @@ class Progress:
 
     def write(self, path: Path) -> None:
         """Write it so that `path` is either the old one or the new one."""
-        body = json.dumps(asdict(self), ensure_ascii=False)
+        body = json.dumps(asdict(self))
         partial = path.with_name(f"{path.name}.new")
         partial.write_bytes(f"{zlib.crc32(body.encode()):08x}\n{body}\n".encode())
         os.replace(partial, path)
