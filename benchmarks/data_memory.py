@@ -82,6 +82,8 @@ def main() -> int:
             "from the cache": measure(path, cache, "tokenise", "null"),
             "from the cache, every row read": measure(path, cache, "read", "null"),
         }
+        if len(list(cache.iterdir())) != 1:
+            raise SystemExit("a run did not find the entry of the one before: was lowmem changed meanwhile?")
         few = Path(folder, "few.jsonl")
         write(few, number // 20, chat)
         runs |= {
