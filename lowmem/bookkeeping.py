@@ -93,6 +93,8 @@ class Bookkeeping:
             notices=trainer.run.all_notices,
             **peak_bytes(),
         )
+        if trainer.train_dataset is not None:
+            trainer.result["train_data"] = trainer.train_dataset.report.as_dict()  # a stream has counted meanwhile
         if self.last_eval:
             trainer.result["eval_loss"] = self.last_eval[1]
         if self.folder:

@@ -37,7 +37,8 @@ class WeightedPath:
 
     Attributes:
         path: a data file, a folder of them, a pattern (`data/*.jsonl`), or a hub id.
-        weight: passes over its rows per epoch, above 0 (2.0: every row twice; 0.5: every second row).
+        weight: passes over its rows per epoch, above 0 (2.0: every row twice; 0.5: every second row). In a stream: rows
+            taken from it, relative to the others.
         revision: branch, tag or commit of a hub data set; null is the default branch.
         name: configuration of a hub data set (a language, say); null is the default one.
         split: split of a hub data set or of a saved one; null is `train` for the hub.
@@ -71,6 +72,12 @@ class DataConfig:
         train_on: `completions` supervises answers only, `everything` every token. Null: completions where a row has a
             prompt, everything for plain text.
         on_bad_row: `error` stops at a row that cannot be read, `skip` counts it and goes on.
+        num_workers: processes that tokenise; 0 is this one alone. Null: this one, and after two seconds of work one per
+            CPU, at most four.
+        cache_dir: where tokenised rows of files are kept for the next run; a relative path starts from the current
+            directory. Null: `~/.cache/lowmem/tokenized`, for files of 4 MiB or more.
+        streaming: read `train` (files, hub ids) row by row while training; needs `max_steps`.
+        shuffle_buffer: rows of a stream among which the next one is drawn. Null: 1,000 with `training.shuffle`.
     """
 
     train: str | list[str | WeightedPath] | WeightedPath | None = None
@@ -81,6 +88,16 @@ class DataConfig:
     ] = "auto"
     train_on: Literal["completions", "everything"] | None = None
     on_bad_row: Literal["error", "skip"] = "error"
+    num_workers: int | None = None
+    cache_dir: str | None = None
+    streaming: bool = False
+    shuffle_buffer: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_workers is not None and self.num_workers < 0:
+            raise UserError(f"data.num_workers: a number of processes, 0 or more; got {self.num_workers}")
+        if self.shuffle_buffer is not None and self.shuffle_buffer < 2:
+            raise UserError(f"data.shuffle_buffer: a number of rows, 2 or more; got {self.shuffle_buffer}")
 
 
 @dataclass(frozen=True)

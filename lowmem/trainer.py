@@ -14,11 +14,12 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from lowmem import checkpoint
 from lowmem.answers import ExactMatch
-from lowmem.batches import Cursor, to_device
+from lowmem.batches import make_cursor, to_device
 from lowmem.bookkeeping import Bookkeeping
 from lowmem.checks import FirstUpdate, require_finite, require_trainable
 from lowmem.config import DataConfig, LoadConfig, ModelConfig, TrainingConfig
 from lowmem.data import TokenizedDataset, tokenize
+from lowmem.data.stream import open_training_rows, require_length
 from lowmem.errors import UserError
 from lowmem.loss import count, next_token_cross_entropy, num_targets
 from lowmem.model import load_model, load_tokenizer, raise_trainable_dtype
@@ -35,8 +36,9 @@ class Trainer:
 
     Args:
         model: hub id, local folder or GGUF file (a string, path or `ModelConfig`), or a module in memory.
-        train_dataset: a path (JSON, JSONL, text), a `datasets.Dataset`, or a list of dicts; rows may be tokenised.
-        eval_dataset: the same, for `evaluate`.
+        train_dataset: a path (JSON, JSONL, text), a `datasets.Dataset`, or a list of dicts; rows may be tokenised. A
+            `datasets.IterableDataset`, any iterable without a length, or a function that returns one, is a stream.
+        eval_dataset: the same, for `evaluate`, but no stream.
         tokenizer: a transformers tokenizer; by default the one beside the weights.
         training: the numbers.
         strategies: in any order; `AdamW` and, for `max_grad_norm`, `GradientClipping` are added where missing.
@@ -71,8 +73,12 @@ class Trainer:
         self.source = named if isinstance(named, ModelConfig) else None
         load = self._wrap("configure", LoadConfig.of(self.source, self.device))
         self.tokenizer = load_tokenizer(self.source) if tokenizer is None and self.source else tokenizer
-        self.train_dataset = self._tokenize(train_dataset if train_dataset is not None else self.data.train)
-        self.eval_dataset = self._tokenize(eval_dataset if eval_dataset is not None else self.data.eval)
+        rows = train_dataset if train_dataset is not None else self.data.train
+        held_out = eval_dataset if eval_dataset is not None else self.data.eval
+        self.train_dataset = open_training_rows(
+            rows, self.tokenizer, self.data, self.training, evaluated=held_out is not None
+        )
+        self.eval_dataset = self._tokenize(held_out)
 
         plain = named.to(load.device) if isinstance(named, nn.Module) else load_model(load)
         self.model = self.run.model = self._wrap("wrap_model", plain)
@@ -85,9 +91,7 @@ class Trainer:
         self.step = self._wrap("wrap_step", self._step)
         self.inference = self._wrap("wrap_inference", self._inference)
 
-        self.cursor = Cursor(
-            self.train_dataset or (), self.training.batch_size, self.training.seed, self.training.shuffle
-        )
+        self.cursor = make_cursor(self.train_dataset, self.training)
         self.total_steps = self.cursor.total_steps(self.training.max_steps, self.training.num_train_epochs)
         self.scheduler = LambdaLR(self.optimizer, lr_lambda(self.training, self.total_steps))
         self.tokens = self.supervised_tokens = 0
@@ -250,6 +254,7 @@ class Trainer:
     def _tokenize(self, source: Any) -> TokenizedDataset | None:
         if source is None:
             return None
+        require_length(source)
         return tokenize(source, self.tokenizer, self.data, self.training.max_length)
 
 

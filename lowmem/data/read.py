@@ -113,6 +113,16 @@ def _one_source(part: WeightedPath, on_bad: OnBad) -> Rows:
     return chain.from_iterable(read(file, on_bad) for file in files)
 
 
+def is_hub(part: WeightedPath) -> bool:
+    """Whether a source is a data set of the hub: no file, no folder, no pattern.
+
+    Raises:
+        UserError: nothing is there, and it is no hub id.
+    """
+    path = Path(part.path).expanduser()
+    return not path.is_dir() and _files(part.path, path) is None
+
+
 def _files(name: str, path: Path) -> list[Path] | None:
     """What a path or pattern stands for; None: it can only be a hub id.
 
