@@ -34,7 +34,9 @@ from lowmem import (
     UserError,
 )
 from lowmem import checkpoint as checkpoint_files
+from lowmem import durable
 from lowmem.checkpoint import checkpoints
+from lowmem.durable import MANIFEST, DamagedError, seal
 
 DATA = rows(14, high=16)  # batches of 4: an epoch has 4 steps, the last one short; step 3 is in its middle
 
@@ -308,6 +310,7 @@ def test_c403_a_wrong_key_in_an_adapter_is_named(tmp_path, key):
     if key == "shape":
         stored[victim] = value[:, :2].clone()
     save_file(stored, place)
+    seal(place.parent)  # the file is whole, its contents are wrong
     with pytest.raises(UserError) as caught:
         run(tmp_path / "run", LoRA(r=4), resume=True)
     assert victim in str(caught.value)
@@ -325,6 +328,7 @@ def test_a_wrong_key_in_a_whole_model_is_named(tmp_path, key):
     if key == "renamed":
         stored["model.final_norm.weight"] = value
     save_file(stored, place)
+    seal(place.parent)  # the file is whole, its contents are wrong
     with pytest.raises(UserError, match=r"model\.norm\.weight"):
         run(tmp_path / "run", resume=True)
 
@@ -489,28 +493,34 @@ def test_the_best_is_remembered_over_a_resume(tmp_path):
 def test_an_interrupted_save_does_not_count(tmp_path):
     straight = run(None)
     whole = interrupted(tmp_path / "run")
-    for name in ("checkpoint-000004.partial-99", "checkpoint-000005"):  # still named as partial; without its record
+    for name in ("checkpoint-000004.partial-99999999", "checkpoint-000005"):  # named as partial; without a manifest
         broken = tmp_path / "run" / name
         shutil.copytree(whole, broken)
         if "partial" not in name:
-            (broken / "trainer.json").unlink()
+            (broken / MANIFEST).unlink()
     assert [p.name for p in checkpoints(tmp_path / "run")] == [whole.name]
     assert_equal_runs(straight, run(tmp_path / "run", resume=True))
+    found = sorted(p.name for p in (tmp_path / "run").glob("checkpoint-*"))
+    assert found == ["checkpoint-000003", "checkpoint-000005.aside", "checkpoint-000006"]
 
 
 def test_a_broken_folder_by_name_is_refused(tmp_path):
     whole = interrupted(tmp_path / "run")
     (whole / "trainer.json").unlink()
-    with pytest.raises(UserError, match=r"resume: .*checkpoint-000003 is no checkpoint"):
+    with pytest.raises(DamagedError, match=r"checkpoint-000003 is damaged: trainer\.json is missing"):
         run(tmp_path / "run", resume=whole)
-    with pytest.raises(UserError, match=r"resume: there is no checkpoint in .*run.*save_steps"):
+    with pytest.raises(
+        UserError, match=r"no checkpoint in .*run is whole: .*checkpoint-000003.*trainer\.json is missing"
+    ):
         run(tmp_path / "run", resume=True)
 
 
-@pytest.mark.parametrize("victim", ["save_weights", "_sync"])
+@pytest.mark.parametrize("victim", ["lowmem.checkpoint.save_weights", "lowmem.durable._sync", "torch.save"])
 def test_a_save_that_fails_leaves_nothing_that_counts(tmp_path, victim, monkeypatch):
     """A full disk in the middle of the second checkpoint: the first one stays whole, and the run stops."""
-    original, calls = getattr(checkpoint_files, victim), []
+    module, name = victim.rsplit(".", 1)
+    owner = {"torch": torch, "lowmem.durable": durable, "lowmem.checkpoint": checkpoint_files}[module]
+    original, calls = getattr(owner, name), []
 
     def full(*arguments):
         calls.append(arguments)
@@ -518,11 +528,11 @@ def test_a_save_that_fails_leaves_nothing_that_counts(tmp_path, victim, monkeypa
             raise OSError(28, "No space left on device")
         return original(*arguments)
 
-    monkeypatch.setattr(checkpoint_files, victim, full)
-    with pytest.raises(OSError, match="No space left"):
+    monkeypatch.setattr(owner, name, full)
+    with pytest.raises(UserError, match=r"checkpoint-000006 could not be written: No space left.*needs \d[\d,]+ bytes"):
         run(tmp_path / "run")
     assert calls
-    assert [p.name for p in checkpoints(tmp_path / "run")] == ["checkpoint-000003"]
+    assert [p.name for p in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-000003"]
     monkeypatch.undo()
     resumed = run(tmp_path / "run", resume=True)
     assert_equal_runs(run(None), resumed)

@@ -19,7 +19,8 @@ def train(
     resume: Annotated[
         str | None,
         typer.Option(
-            metavar="[PATH]", help="Go on from a checkpoint folder; without PATH, from the newest one of output_dir."
+            metavar="[PATH]",
+            help="Go on from a checkpoint, or the newest one of a run folder; without PATH, the newest of output_dir.",
         ),
     ] = None,
 ) -> None:
@@ -29,21 +30,21 @@ def train(
     quiet_bars()
     loaded = load_recipe(recipe, overrides or ())  # complains before anything heavy is imported
     from lowmem.console import Console
+    from lowmem.interrupts import Terminated, terminable
     from lowmem.memory.meter import MemoryLedger
     from lowmem.trainer import Trainer
 
     console = Console()
     try:
-        trainer = Trainer.from_recipe(
-            str(loaded.path), overrides=list(overrides or ()), observers=[MemoryLedger(), console]
-        )
-        trainer.train(resume_from=True if resume == _NEWEST else resume)
-    except KeyboardInterrupt:
+        with terminable():
+            trainer = Trainer.from_recipe(
+                str(loaded.path), overrides=list(overrides or ()), observers=[MemoryLedger(), console]
+            )
+            trainer.train(resume_from=True if resume == _NEWEST else resume)
+    except (KeyboardInterrupt, Terminated) as stop:
         console.close()
-        saves = loaded.training.output_dir and loaded.training.save_steps
-        hint = f"; --resume goes on from the newest checkpoint in {loaded.training.output_dir}" if saves else ""
-        print(f"interrupted{hint}", file=sys.stderr)
-        raise typer.Exit(130) from None
+        print(str(stop) or "interrupted before the first step", file=sys.stderr)
+        raise typer.Exit(143 if isinstance(stop, Terminated) else 130) from None
     finally:
         console.close()
 
