@@ -32,9 +32,9 @@ from lowmem import (
     Quantization,
     Trainer,
     UserError,
+    durable,
 )
 from lowmem import checkpoint as checkpoint_files
-from lowmem import durable
 from lowmem.checkpoint import checkpoints
 from lowmem.durable import MANIFEST, DamagedError, seal
 
