@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import platform
 import random
-import resource
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +16,7 @@ import numpy as np
 import torch
 
 from lowmem import checkpoint, durable, resume
+from lowmem.environment import peak_bytes, versions
 from lowmem.interrupts import CutShort
 from lowmem.json_schema import plain
 from lowmem.model import unwrapped
@@ -57,7 +55,7 @@ class Bookkeeping:
             UserError: there is nothing to resume from, or another process trains in the folder.
         """
         _seed(self.numbers.seed)
-        self.trainer.run.stopped, lock = None, None
+        self.trainer.run.stopped, self.cut_evaluation, lock = None, False, None
         wanted = Path(self.numbers.output_dir) if self.numbers.output_dir else None
         source = resume.find(resume_from, wanted) if resume_from else None
         self.folder = source.folder if wanted and source else None
@@ -182,7 +180,8 @@ class Bookkeeping:
 
     def _resume(self, source: resume.Source) -> None:
         if self.folder:
-            durable.sweep(self.folder)
+            for text in durable.sweep(self.folder):
+                self.trainer.emit("status", text=f"resume: {text}")
         path, record = resume.load(source, self.trainer.load_checkpoint)
         self._restore(record)
         if self.folder:
@@ -275,29 +274,6 @@ def _seed(seed: int) -> None:
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
-
-
-def versions() -> dict[str, str]:
-    """Versions of what computes."""
-    found = {name: _version(name) for name in ("lowmem", "torch", "transformers", "peft", "bitsandbytes", "datasets")}
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
-    return {**found, "python": platform.python_version(), "device": device, "threads": str(torch.get_num_threads())}
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"
-
-
-def peak_bytes() -> dict[str, int]:
-    """The most memory this process has used: resident bytes, and on CUDA what its allocator held."""
-    peak = {"peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
-    if torch.cuda.is_available():
-        peak["peak_allocated_bytes"] = torch.cuda.max_memory_allocated()
-        peak["peak_reserved_bytes"] = torch.cuda.max_memory_reserved()
-    return peak
 
 
 def _due(step: int, every: int | None) -> bool:

@@ -158,26 +158,38 @@ def _sha256(path: Path) -> str:
 # -- leftovers --------------------------------------------------------------------------------------------------------
 
 
-def sweep(folder: Path) -> None:
-    """Take away what killed processes left half-made, and put back what they were about to replace."""
+def sweep(folder: Path) -> list[str]:
+    """Take away what killed processes left half-made, and put back what they were about to replace.
+
+    Returns:
+        What was done, a sentence each.
+    """
+    done = []
     for path in sorted(folder.iterdir()):
         found = _LEFTOVER.fullmatch(path.name)
         if found is None or _is_alive(int(found["process"])):
             continue
         place = folder / found["name"]
-        if found["kind"] == "replaced" and not place.exists():
-            path.rename(place)
-        elif path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+        with disk_errors(path):
+            if found["kind"] == "replaced" and not place.exists():
+                path.rename(place)
+                done.append(f"{place.name} was about to be replaced by a process that is gone; it is back in its place")
+                continue
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+            done.append(f"{path.name} was left half-made by a process that is gone; it is removed")
+    return done
 
 
 def remove(folder: Path) -> None:
     """Delete a folder; killed on the way, it leaves a name that does not count."""
     doomed = _beside(folder, "partial")
-    folder.rename(doomed)
-    shutil.rmtree(doomed)
+    with disk_errors(folder):
+        shutil.rmtree(doomed, ignore_errors=True)
+        folder.rename(doomed)
+        shutil.rmtree(doomed)
 
 
 def _put(partial: Path, folder: Path) -> None:

@@ -40,7 +40,7 @@ class Interrupts:
     `Terminated` is raised.
 
     Attributes:
-        signal: the first signal that came; null before.
+        signal: the first signal that came; null before, and after the context.
         message: what the exception will say.
     """
 

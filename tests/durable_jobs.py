@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from cases.helpers import llama, numbers, rows
+from new_process import command
 from safetensors.torch import load_file
 
 from lowmem import (
@@ -27,18 +29,19 @@ from lowmem import (
     bookkeeping,
     checkpoint,
     durable,
-    resume,
     weights,
 )
+from lowmem import resume as resuming
 from lowmem.run_folder import RunFolder
 
 SETS: dict[str, Callable[[], list[Strategy]]] = {
     "float16_8bit": lambda: [MixedPrecision(dtype="float16"), AdamW8bit(), GradientAccumulation(steps=2)],
     "qlora_ema": lambda: [Quantization(), LoRA(r=4, lora_dropout=0.3), EMA(decay=0.9)],
+    "plain": list,
     "bf16_dropout": lambda: [PureBF16(), AdamW8bit()],
 }
 STEPS = 7  # epochs of 4 steps over 14 rows: most kills are mid-epoch
-SAVING = {module.__file__ for module in (bookkeeping, checkpoint, durable, resume, weights)}
+SAVING = {module.__file__ for module in (bookkeeping, checkpoint, durable, resuming, weights)}
 
 
 def train(out: Path, name: str, resume_from: Any = None, kill_at: int | None = None, **changes: Any) -> int:
@@ -66,6 +69,7 @@ def train(out: Path, name: str, resume_from: Any = None, kill_at: int | None = N
             }
         ),
         strategies=SETS[name](),
+        observers=[lambda event: print(event.metrics["text"]) if event.kind == "status" else None],
     )
     lines = _count_lines(kill_at)
     trainer.train(resume_from)
@@ -139,3 +143,58 @@ def _count_lines(kill_at: int | None) -> list[int]:
 
     sys.settrace(lambda frame, event, argument: line if frame.f_code.co_filename in SAVING else None)
     return seen
+
+
+# -- other jobs -------------------------------------------------------------------------------------------------------
+
+
+def mid_epoch(out: Path, name: str, stop_at: int | None) -> None:
+    """12 rows shuffled, batch 2, dropout, cosine, 6 steps; goes on where a run already lies."""
+
+    def stop(event: Any) -> None:
+        if event.kind == "save" and event.metrics["step"] == stop_at:
+            os._exit(0)
+
+    trainer = Trainer(
+        llama(attention_dropout=0.1),
+        train_dataset=rows(12),
+        training=numbers(batch_size=2, max_steps=6, lr_scheduler_type="cosine", save_steps=3, output_dir=str(out)),
+        strategies=SETS[name](),
+        observers=[stop],
+    )
+    trainer.train(resume_from=True if out.exists() else None)
+
+
+def killed_between_files(out: Path, name: str, step: int) -> None:
+    """Train; in the save of a step, die after the model's file."""
+    original = checkpoint.save_weights
+
+    def save_weights(model: Any, folder: Path) -> None:
+        original(model, folder)
+        if f"{step:06d}" in folder.name:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    checkpoint.save_weights = save_weights  # type: ignore[assignment]
+    train(out, name)
+
+
+def one_step(out: Path, steps: int) -> None:
+    """A model of 50 million weights, trained to a step and saved; goes on where a run already lies."""
+    model = llama(vocab_size=8000, hidden_size=768, intermediate_size=2048, num_hidden_layers=5, num_attention_heads=12)
+    assert 45e6 < sum(p.numel() for p in model.parameters()) < 55e6
+    training = numbers(max_steps=steps, save_steps=1, output_dir=str(out), save_total_limit=1)
+    trainer = Trainer(model, train_dataset=rows(4, high=8), training=training)
+    trainer.train(resume_from=True if out.exists() else None)
+
+
+def limited(recipe: Path, file_bytes: int, from_step: int, *overrides: str) -> None:
+    """`lowmem train`, with files that may not grow beyond a size from the save of a step on."""
+    original = Trainer.save_checkpoint
+
+    def save(trainer: Trainer, folder: Path) -> None:
+        if trainer.run.global_step >= from_step:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
+        original(trainer, folder)
+
+    Trainer.save_checkpoint = save  # type: ignore[method-assign]
+    command("train", str(recipe), *overrides)
