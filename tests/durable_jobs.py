@@ -180,7 +180,7 @@ def killed_between_files(out: Path, name: str, step: int) -> None:
 
 def one_step(out: Path, steps: int) -> None:
     """A model of 50 million weights, trained to a step and saved; goes on where a run already lies."""
-    model = llama(vocab_size=8000, hidden_size=768, intermediate_size=2048, num_hidden_layers=5, num_attention_heads=12)
+    model = llama(vocab_size=8000, hidden_size=768, intermediate_size=2048, num_hidden_layers=6, num_attention_heads=12)
     assert 45e6 < sum(p.numel() for p in model.parameters()) < 55e6
     training = numbers(max_steps=steps, save_steps=1, output_dir=str(out), save_total_limit=1)
     trainer = Trainer(model, train_dataset=rows(4, high=8), training=training)

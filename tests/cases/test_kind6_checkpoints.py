@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from durable_jobs import assert_same, go_on, killed_between_files, limited, mid_epoch, outcome, train
+from durable_jobs import assert_same, go_on, killed_between_files, limited, mid_epoch, one_step, outcome, train
 from new_process import run as run_in_new_process
 from new_process import with_peak
 from resuming import DATA, Stopped, run, stop_after, with_losses
@@ -175,11 +175,12 @@ def test_c608_changed_numbers_are_announced_and_count(tmp_path):
 
 def test_c703_resuming_fits_where_a_fresh_start_fits(tmp_path):
     """50 million weights, AdamW: the state is loaded piece by piece, never beside the live one."""
-    from durable_jobs import one_step
-
-    for name, steps in (("fresh", 1), ("resumed", 2)):
+    peaks = {}
+    for name, out, steps in (("fresh", "run", 1), ("resumed", "run", 2), ("straight", "other", 2)):
         log = tmp_path / "log"
-        code = run_in_new_process(with_peak, tmp_path / name, one_step, tmp_path / "run", steps, log=log)
+        code = run_in_new_process(with_peak, tmp_path / name, one_step, tmp_path / out, steps, log=log)
         assert code == 0, log.read_text()
-    fresh, resumed = (int((tmp_path / name).read_text()) for name in ("fresh", "resumed"))
-    assert resumed <= 1.05 * fresh  # the case asks for 1.25
+        peaks[name] = int((tmp_path / name).read_text())
+    print(peaks)
+    assert peaks["resumed"] <= 1.25 * peaks["fresh"]
+    assert peaks["resumed"] <= 1.03 * peaks["straight"]  # the first step alone has no moments yet while it computes
