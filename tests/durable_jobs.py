@@ -7,6 +7,7 @@ import resource
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,32 +45,39 @@ STEPS = 7  # epochs of 4 steps over 14 rows: most kills are mid-epoch
 SAVING = {module.__file__ for module in (bookkeeping, checkpoint, durable, resuming, weights)}
 
 
-def train(out: Path, name: str, resume_from: Any = None, kill_at: int | None = None, **changes: Any) -> int:
+def train(out: Path, name: str, resume_from: Any = None, kill_at: int | None = None, wait: Path | None = None) -> int:
     """Train in `out`; optionally kill this very process at a line (counted from 1) of the code that saves.
+
+    With `wait`, make that file after the first save, and stand still.
 
     Returns:
         Lines of that code that were run.
     """
     torch.set_num_threads(1)
+
+    def observer(event: Any) -> None:
+        if event.kind == "status":
+            print(event.metrics["text"])
+        if event.kind == "save" and wait:
+            wait.touch()
+            time.sleep(600)
+
     trainer = Trainer(
         llama(attention_dropout=0.2 if name == "bf16_dropout" else 0.0),
         train_dataset=rows(14, high=16),
         eval_dataset=rows(3, seed=1),
         training=numbers(
-            **{
-                "max_steps": STEPS,
-                "lr_scheduler_type": "cosine",
-                "logging_steps": 2,
-                "eval_steps": 2,
-                "save_steps": 1 if name == "qlora_ema" else 2,
-                "save_total_limit": 2,
-                "load_best_model_at_end": name == "bf16_dropout",
-                "output_dir": str(out),
-                **changes,
-            }
+            max_steps=STEPS,
+            lr_scheduler_type="cosine",
+            logging_steps=2,
+            eval_steps=1 if name == "qlora_ema" else 2,
+            save_steps=1 if name == "qlora_ema" else 2,
+            save_total_limit=2,
+            load_best_model_at_end=name == "bf16_dropout",
+            output_dir=str(out),
         ),
         strategies=SETS[name](),
-        observers=[lambda event: print(event.metrics["text"]) if event.kind == "status" else None],
+        observers=[observer],
     )
     lines = _count_lines(kill_at)
     trainer.train(resume_from)
@@ -185,6 +193,13 @@ def one_step(out: Path, steps: int) -> None:
     training = numbers(max_steps=steps, save_steps=1, output_dir=str(out), save_total_limit=1)
     trainer = Trainer(model, train_dataset=rows(4, high=8), training=training)
     trainer.train(resume_from=True if out.exists() else None)
+
+
+def replace_folder(place: Path, kill_at: int) -> None:
+    lines = _count_lines(kill_at)
+    with durable.new_folder(place, sealed=True) as partial:
+        (partial / "file").write_text("new")
+    del lines
 
 
 def limited(recipe: Path, file_bytes: int, from_step: int, *overrides: str) -> None:
