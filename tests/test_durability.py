@@ -121,8 +121,9 @@ def test_any_damage_is_found(tmp_path, damage):
             if file.name == "manifest.json" and _same_facts(before, file):
                 file.write_bytes(before)  # a blank became another one
                 continue
-            with pytest.raises(durable.DamagedError, match=file.name if file.name != "manifest.json" else ""):
+            with pytest.raises(durable.DamagedError) as caught:
                 durable.verify(whole)
+            assert file.name == "manifest.json" or file.name in str(caught.value)
             file.write_bytes(before)
     durable.verify(whole)
 
@@ -239,11 +240,8 @@ def test_a_folder_is_replaced_at_once(tmp_path):
 
 
 def test_what_living_processes_write_is_not_swept(tmp_path):
-    names = [
-        f"checkpoint-000002.partial-{os.getppid()}",
-        "checkpoint-000003.partial-99999999",
-        "model.partial-99999999",
-    ]
+    gone = 99_999_999  # no process has such a number
+    names = [f"checkpoint-000002.partial-{os.getppid()}", f"checkpoint-000003.partial-{gone}", f"model.partial-{gone}"]
     for name in names:
         (tmp_path / name).mkdir()
     (tmp_path / f"result.json.partial-{gone}").write_text("{")
