@@ -204,7 +204,7 @@ class Bookkeeping:
         self.best = tuple(record["best"]) if record["best"] else None
         if self.folder and self.best and self._tracks_best and not self._best_checkpoint(self.best).is_dir():
             self.trainer.run.notice(
-                f"resume: {self._best_checkpoint(self.best)}, the best, is gone; the best from here on"
+                f"resume: {self._best_checkpoint(self.best)}, the best, is gone; the best counts from here on"
             )
             self.best = None
         now = asdict(self.numbers)

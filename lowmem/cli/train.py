@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from typing import Annotated
 
@@ -54,6 +55,8 @@ def with_resume_value(arguments: list[str]) -> list[str]:
     result = list(arguments)
     for index, argument in enumerate(arguments):
         follower = arguments[index + 1] if index + 1 < len(arguments) else ""
-        if argument == "--resume" and not os.path.isdir(follower):
+        # A checkpoint that is gone is named, and an error, not the newest one.
+        named = os.path.isdir(follower) or re.fullmatch(r"checkpoint-\d+", os.path.basename(follower.rstrip("/")))
+        if argument == "--resume" and not named:
             result[index] = f"--resume={_NEWEST}"
     return result
