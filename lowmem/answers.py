@@ -11,6 +11,7 @@ from torch import nn
 
 from lowmem.data import prompts_and_answers
 from lowmem.data.render import plain_prompt
+from lowmem.durable import write_text
 from lowmem.errors import UserError
 from lowmem.model import unwrapped
 from lowmem.observers import Event
@@ -52,7 +53,7 @@ class ExactMatch:
             raise UserError("data.exact_match: the resumed run has no answers_before.json, made before its first step")
         answers = self._answer(event.trainer, "before")
         if kept:
-            kept.write_text(json.dumps(answers, ensure_ascii=False, indent=1), encoding="utf-8")
+            write_text(kept, json.dumps(answers, ensure_ascii=False, indent=1))
         return answers
 
     def _answer(self, trainer: Trainer, moment: str) -> list[str]:

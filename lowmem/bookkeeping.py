@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import platform
-import resource
+import random
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
-from lowmem import checkpoint
-from lowmem.errors import UserError
+from lowmem import checkpoint, durable, resume
+from lowmem.environment import peak_bytes, versions
+from lowmem.interrupts import CutShort
 from lowmem.json_schema import plain
 from lowmem.model import unwrapped
 from lowmem.yaml_lines import dump_yaml
@@ -29,7 +30,7 @@ class Bookkeeping:
     """Logs, evaluates and saves when due; keeps the run folder, where there is one.
 
     The folder holds `recipe.yaml` (resolved), `versions.json`, `metrics.jsonl`, `checkpoint-*`, `model/` (the result)
-    and `result.json`.
+    `result.json`, and the `lock` of the process that writes there.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -41,27 +42,42 @@ class Bookkeeping:
         self.last_log = (0.0, 0)  # seconds, tokens
         self.best: tuple[float, int] | None = None  # evaluation loss, step
         self.last_eval: tuple[int, float] | None = None  # step, evaluation loss
+        self.cut_evaluation = False  # whether a signal kept this step's evaluation from its end
+        self.last_save: Path | None = None
 
     # -- the three moments --------------------------------------------------------------------------------------------
 
-    def open(self, resume_from: str | Path | bool | None) -> None:
-        """Make or find the run folder; restore a checkpoint.
+    @contextmanager
+    def open(self, resume_from: str | Path | bool | None) -> Iterator[None]:
+        """Make or find the run folder and lock it while the context lasts; restore a checkpoint.
 
         Raises:
-            UserError: there is nothing to resume from.
+            UserError: there is nothing to resume from, or another process trains in the folder.
         """
-        torch.manual_seed(self.numbers.seed)
+        _seed(self.numbers.seed)
+        self.trainer.run.stopped, self.cut_evaluation, lock = None, False, None
         wanted = Path(self.numbers.output_dir) if self.numbers.output_dir else None
-        if resume_from:
-            source = self._checkpoint(wanted, resume_from)
-            self._restore(self.trainer.load_checkpoint(source))
-            self.folder = source.parent if wanted else None
-        elif wanted:
-            self.folder = checkpoint.fresh_folder(wanted)
+        source = resume.find(resume_from, wanted) if resume_from else None
+        self.folder = source.folder if wanted and source else None
         if self.folder:
-            (self.folder / "recipe.yaml").write_text(dump_yaml(self.settings()), encoding="utf-8")
-            self._write("versions.json", versions())
-        self._report_data()
+            lock = durable.Lock(self.folder)
+        elif wanted:
+            self.folder, lock = resume.fresh_folder(wanted)
+        try:
+            if lock and lock.notice:
+                self.trainer.run.notice(lock.notice)
+            if source:
+                self._resume(source)
+            if self.folder:
+                durable.write_text(self.folder / "recipe.yaml", dump_yaml(self.settings()))
+                self._write("versions.json", versions())
+            self._report_data()
+            if self.cut_evaluation:
+                self._evaluate_if_due(self.trainer.run.global_step)
+            yield
+        finally:
+            if lock:
+                lock.release()
 
     def after_step(self, metrics: dict[str, Any]) -> None:
         """Log, evaluate and save when due."""
@@ -72,17 +88,18 @@ class Bookkeeping:
         last = step == self.trainer.total_steps
         if _due(step, self.numbers.logging_steps) or last:
             self._log(metrics)
-        if self.trainer.eval_dataset is not None and (_due(step, self.numbers.eval_steps) or last):
-            self._evaluate(step, saved=_due(step, self.numbers.save_steps) or last)
+        self._evaluate_if_due(step)
         if self.folder and self.numbers.save_steps and (_due(step, self.numbers.save_steps) or last):
             self._save(self.folder, step)
 
     def finish(self, seconds: float) -> None:
-        """Take the best weights where asked, save the result, write `result.json`."""
+        """Take the best weights where asked, save the result, write `result.json`; or leave after an interruption."""
         trainer = self.trainer
-        if self.numbers.load_best_model_at_end and self.folder and self.best:
-            trainer.load_model(self.folder / f"checkpoint-{self.best[1]:06d}")
-            self.last_eval = (self.best[1], self.best[0])
+        interrupted = trainer.interrupts.ended_the_run and trainer.run.global_step < trainer.total_steps
+        if interrupted:
+            trainer.interrupts.message = self._save_interrupted()
+        elif self.numbers.load_best_model_at_end and self.folder and self.best:
+            self._load_best(self.folder, *self.best)
         trainer.result.update(
             train_loss=self.loss_sum / self.loss_count if self.loss_count else None,
             steps=trainer.run.global_step,
@@ -90,6 +107,7 @@ class Bookkeeping:
             supervised_tokens=trainer.supervised_tokens,
             train_seconds=seconds,
             seed=self.numbers.seed,
+            stopped=trainer.run.stopped if trainer.run.global_step < trainer.total_steps else None,
             notices=trainer.run.all_notices,
             **peak_bytes(),
         )
@@ -99,12 +117,35 @@ class Bookkeeping:
             trainer.result["eval_loss"] = self.last_eval[1]
         if self.folder:
             trainer.result["output_dir"] = str(self.folder)
-            trainer.save_model(self.folder / "model")
-        trainer.emit("finish")
+        if self.folder and not interrupted:
+            needed = sum(p.nbytes for p in trainer.run.trainable.values())
+            with durable.new_folder(self.folder / "model", needed) as partial:
+                trainer.save_model(partial)
+        if not interrupted:
+            trainer.emit("finish")
         trainer.result["seconds"] = time.perf_counter() - trainer.started
         if self.folder:
             self._write("result.json", trainer.result)
         trainer.emit("end", step=trainer.run.global_step, **trainer.result)
+
+    def _load_best(self, folder: Path, loss: float, step: int) -> None:
+        try:
+            self.trainer.load_model(folder / f"checkpoint-{step:06d}")
+            self.last_eval = (step, loss)
+        except durable.DamagedError as damage:
+            self.trainer.run.notice(f"load_best_model_at_end: {damage}; the weights of the last step are the result")
+
+    def _save_interrupted(self) -> str:
+        """Save what the run has, unless it has just been saved; what to tell the user."""
+        step, total = self.trainer.run.global_step, self.trainer.total_steps
+        where = f"interrupted at step {step} of {total}"
+        if self.folder is None:
+            return f"{where}; nothing is saved, as training.output_dir is null"
+        path = self.folder / f"checkpoint-{step:06d}"
+        if step and path != self.last_save:
+            self._save(self.folder, step)
+        saved = f"saved {path}; go on with --resume (in Python: train(resume_from=True))"
+        return f"{where}; {saved}" if step else f"{where}; there is nothing to save yet"
 
     # -- what a checkpoint remembers ----------------------------------------------------------------------------------
 
@@ -113,7 +154,10 @@ class Bookkeeping:
         return {
             "training": asdict(self.numbers),
             "best": self.best,
+            "last_eval": self.last_eval,
+            "cut_evaluation": self.cut_evaluation,
             "losses": [self.loss_sum, self.loss_count],
+            "losses_to_log": self.losses,
             "versions": versions(),
         }
 
@@ -136,8 +180,23 @@ class Bookkeeping:
                 self.trainer.result[f"{split}_data"] = dataset.report.as_dict()
                 self.trainer.emit("data", split=split, lines=dataset.report.lines())
 
+    def _resume(self, source: resume.Source) -> None:
+        if self.folder:
+            for text in durable.sweep(self.folder):
+                self.trainer.emit("status", text=f"resume: {text}")
+        path, record = resume.load(source, self.trainer.load_checkpoint)
+        self._restore(record)
+        if self.folder:
+            source.notices += resume.set_aside(self.folder, record["step"])
+            resume.trim_metrics(self.folder / "metrics.jsonl", record["step"])
+            self.last_save = path
+        for notice in source.notices:
+            self.trainer.run.notice(notice)
+
     def _restore(self, record: dict[str, Any]) -> None:
         self.loss_sum, self.loss_count = record["losses"]
+        self.losses, self.cut_evaluation = record["losses_to_log"], record["cut_evaluation"]
+        self.last_eval = tuple(record["last_eval"]) if record["last_eval"] else None
         if (before := record["cursor"]["rows"]) != self.trainer.cursor.num_rows:
             self.trainer.run.notice(
                 f"resume: the training set had {before:,} rows and has {self.trainer.cursor.num_rows:,}; "
@@ -145,17 +204,15 @@ class Bookkeeping:
             )
         self.last_log = (0.0, self.trainer.tokens)
         self.best = tuple(record["best"]) if record["best"] else None
+        if self.folder and self.best and self._tracks_best and not self._best_checkpoint(self.best).is_dir():
+            self.trainer.run.notice(
+                f"resume: {self._best_checkpoint(self.best)}, the best, is gone; the best counts from here on"
+            )
+            self.best = None
         now = asdict(self.numbers)
         for key, old in record["training"].items():
             if key in now and now[key] != old:
                 self.trainer.run.notice(f"resume: training.{key} was {old} and is {now[key]} from here on")
-
-    def _checkpoint(self, wanted: Path | None, resume_from: str | Path | bool) -> Path:
-        if resume_from is not True:
-            return Path(str(resume_from))
-        if wanted is None:
-            raise UserError("resume: training.output_dir is not set, so there is no newest checkpoint")
-        return checkpoint.newest(wanted)
 
     # -- the three duties ---------------------------------------------------------------------------------------------
 
@@ -167,8 +224,19 @@ class Bookkeeping:
         self._append("log", line)
         self.trainer.emit("log", **line)
 
+    def _evaluate_if_due(self, step: int) -> None:
+        last = step == self.trainer.total_steps
+        if self.trainer.eval_dataset is None or not (_due(step, self.numbers.eval_steps) or last):
+            return
+        try:
+            self._evaluate(step, saved=_due(step, self.numbers.save_steps) or last)
+            self.cut_evaluation = False
+        except CutShort:
+            self.cut_evaluation = True  # made up for when the run goes on
+
     def _evaluate(self, step: int, saved: bool) -> None:
-        line = {"step": step, **self.trainer.evaluate()}
+        with self.trainer.interrupts.cuttable():
+            line = {"step": step, **self.trainer.evaluate()}
         loss = line["eval_loss"]
         self.last_eval = (step, loss)
         if saved and (self.best is None or loss < self.best[0]):  # the best is a checkpoint, not only a number
@@ -179,48 +247,35 @@ class Bookkeeping:
     def _save(self, folder: Path, step: int) -> None:
         path = folder / f"checkpoint-{step:06d}"
         self.trainer.save_checkpoint(path)
+        self.last_save = path
         if self.numbers.save_total_limit:
-            tracked = self.best and (self.numbers.load_best_model_at_end or self.numbers.metric_for_best_model)
-            best = folder / f"checkpoint-{self.best[1]:06d}" if tracked and self.best else None
+            best = self._best_checkpoint(self.best) if self.best and self._tracks_best else None
             checkpoint.rotate(folder, self.numbers.save_total_limit, best)
         self._append("save", {"step": step, "path": str(path)})
         self.trainer.emit("save", step=step, path=str(path))
 
+    @property
+    def _tracks_best(self) -> bool:
+        return self.numbers.load_best_model_at_end or self.numbers.metric_for_best_model is not None
+
+    def _best_checkpoint(self, best: tuple[float, int]) -> Path:
+        assert self.folder is not None
+        return self.folder / f"checkpoint-{best[1]:06d}"
+
     def _append(self, kind: str, line: dict[str, Any]) -> None:
         if self.folder:
-            with (self.folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"event": kind, **_valid(line)}) + "\n")
+            durable.append_line(self.folder / "metrics.jsonl", json.dumps({"event": kind, **_valid(line)}))
 
     def _write(self, name: str, content: dict[str, Any]) -> None:
         assert self.folder is not None
-        partial = self.folder / f"{name}.partial"
-        partial.write_text(
-            json.dumps(_valid(content), indent=1, ensure_ascii=False, default=str) + "\n", encoding="utf-8"
-        )
-        os.replace(partial, self.folder / name)
+        text = json.dumps(_valid(content), indent=1, ensure_ascii=False, default=str)
+        durable.write_text(self.folder / name, text + "\n")
 
 
-def versions() -> dict[str, str]:
-    """Versions of what computes."""
-    found = {name: _version(name) for name in ("lowmem", "torch", "transformers", "peft", "bitsandbytes", "datasets")}
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
-    return {**found, "python": platform.python_version(), "device": device, "threads": str(torch.get_num_threads())}
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"
-
-
-def peak_bytes() -> dict[str, int]:
-    """The most memory this process has used: resident bytes, and on CUDA what its allocator held."""
-    peak = {"peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
-    if torch.cuda.is_available():
-        peak["peak_allocated_bytes"] = torch.cuda.max_memory_allocated()
-        peak["peak_reserved_bytes"] = torch.cuda.max_memory_reserved()
-    return peak
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
 
 
 def _due(step: int, every: int | None) -> bool:

@@ -187,7 +187,9 @@ def _facts(loss: Any, tokens_per_second: float | None) -> str:
 
 def _summary(metrics: Mapping[str, Any]) -> str:
     seconds = metrics.get("seconds", metrics.get("train_seconds"))
-    parts = [f"done: {metrics.get('step', metrics.get('steps', '?'))} steps"]
+    parts = [
+        f"{'stopped' if metrics.get('stopped') else 'done'}: {metrics.get('step', metrics.get('steps', '?'))} steps"
+    ]
     if seconds is not None:
         parts.append(f"in {_clock(seconds)}")
     if metrics.get("train_loss") is not None:

@@ -21,6 +21,7 @@ from lowmem.config import DataConfig, LoadConfig, ModelConfig, TrainingConfig
 from lowmem.data import TokenizedDataset, tokenize
 from lowmem.data.stream import open_training_rows, require_length
 from lowmem.errors import UserError
+from lowmem.interrupts import Interrupts
 from lowmem.loss import count, next_token_cross_entropy, num_targets
 from lowmem.model import load_model, load_tokenizer, raise_trainable_dtype
 from lowmem.observers import Event, Observer
@@ -96,7 +97,7 @@ class Trainer:
         self.scheduler = LambdaLR(self.optimizer, lr_lambda(self.training, self.total_steps))
         self.tokens = self.supervised_tokens = 0
         self.result: dict[str, Any] = {}
-        self.books = Bookkeeping(self)
+        self.books, self.interrupts = Bookkeeping(self), Interrupts(self.run)
 
     @classmethod
     def from_recipe(
@@ -120,17 +121,28 @@ class Trainer:
     def train(self, resume_from: str | Path | bool | None = None) -> dict[str, Any]:
         """Train to the end, and return what `result.json` says.
 
+        In the main thread, Ctrl-C and SIGTERM end the run after the step at hand: what it has is saved, where there is
+        an `output_dir`, before the exception is raised. A second one ends it at once.
+
         Args:
-            resume_from: a checkpoint folder, or true for the newest one of `output_dir`.
+            resume_from: a checkpoint folder, a run folder (its newest checkpoint), or true for the newest one of
+                `output_dir`.
 
         Raises:
             UserError: nothing to train on, a loss that is not finite, weights that do not move, a bad checkpoint.
+            KeyboardInterrupt: after Ctrl-C; the message says how to go on.
+            SystemExit: after SIGTERM, with the code 143.
         """
         if self.train_dataset is None:
             raise UserError("train: there is no train_dataset")
-        self.books.open(resume_from)
+        with self.books.open(resume_from):
+            self.emit("begin", step=self.run.global_step, total_steps=self.total_steps)
+            with self.interrupts:
+                self._loop()
+        return self.result
+
+    def _loop(self) -> None:
         start, first_update = time.perf_counter(), FirstUpdate(self.run)
-        self.emit("begin", step=self.run.global_step, total_steps=self.total_steps)
         self.model.train()
         batches = self.cursor.batches()
         while self.run.global_step < self.total_steps and not self.run.stopped:
@@ -145,7 +157,6 @@ class Trainer:
             self._account(batch, time.perf_counter() - start)
         self.model.eval()
         self.books.finish(time.perf_counter() - start)
-        return self.result
 
     def _forward_backward(self, micro_batches: list[list[Sample]], divisor: float | Tensor) -> Tensor:
         """Mean loss of the batch; its gradient, too, while gradients are on."""
@@ -190,6 +201,7 @@ class Trainer:
         order = sorted(range(len(rows)), key=lambda row: int(rows.lengths[row]))  # like lengths pad little
         with self.inference():
             for i in range(0, len(order), self.training.eval_batch_size):
+                self.interrupts.check()
                 batch = [rows[row] for row in order[i : i + self.training.eval_batch_size]]
                 total += float(self.forward_backward([batch], 1.0))
                 weight += count(batch)
@@ -231,6 +243,7 @@ class Trainer:
 
     def load_model(self, folder: Path) -> None:
         """Take the weights of a checkpoint, and what strategies keep beside them (averages); nothing else."""
+        checkpoint.verify_checkpoint(folder)
         load_weights(self.model, folder)
         checkpoint.load_strategies(folder, self.strategies)
 

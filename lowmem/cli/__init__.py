@@ -34,7 +34,7 @@ for command in (
 
 
 def main() -> None:
-    """Entry point. Exit codes: 0 done, 2 something the user can put right, 130 interrupted, 1 anything else."""
+    """Entry point. Exit codes: 0 done, 2 something the user can put right, 130 Ctrl-C, 143 SIGTERM, 1 anything else."""
     _speak_utf8()
     _wait_politely()
     try:
