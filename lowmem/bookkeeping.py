@@ -16,8 +16,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lowmem import checkpoint
+from lowmem.checks import SelfChecks
+from lowmem.early_stopping import EarlyStopping
 from lowmem.errors import UserError
 from lowmem.json_schema import plain
+from lowmem.memory.flat import MemoryWatch
 from lowmem.model import unwrapped
 from lowmem.yaml_lines import dump_yaml
 
@@ -41,6 +44,10 @@ class Bookkeeping:
         self.last_log = (0.0, 0)  # seconds, tokens
         self.best: tuple[float, int] | None = None  # evaluation loss, step
         self.last_eval: tuple[int, float] | None = None  # step, evaluation loss
+        self.checks, self.memory = SelfChecks(trainer.run), MemoryWatch(trainer.run)
+        self.early = EarlyStopping(self.numbers.early_stopping_patience, self.numbers.early_stopping_threshold)
+        if self.early.patience and trainer.eval_dataset is None:
+            raise UserError("training.early_stopping_patience: counts evaluations, and there is no eval data")
 
     # -- the three moments --------------------------------------------------------------------------------------------
 
@@ -69,17 +76,25 @@ class Bookkeeping:
         if not metrics.get("skipped"):  # the loss of a step that was not taken may be infinite
             self.losses.append(metrics["loss"])
             self.loss_sum, self.loss_count = self.loss_sum + metrics["loss"], self.loss_count + 1
+        if metrics.get("nonfinite"):  # at once: the line of the interval shows its last step only
+            self._append("nonfinite", metrics)
         last = step == self.trainer.total_steps
+        evaluates = self.trainer.eval_dataset is not None and (_due(step, self.numbers.eval_steps) or last)
+        saves = _due(step, self.numbers.save_steps) or last
         if _due(step, self.numbers.logging_steps) or last:
             self._log(metrics)
-        if self.trainer.eval_dataset is not None and (_due(step, self.numbers.eval_steps) or last):
-            self._evaluate(step, saved=_due(step, self.numbers.save_steps) or last)
-        if self.folder and self.numbers.save_steps and (_due(step, self.numbers.save_steps) or last):
+            self.memory.look(step)
+        if evaluates or saves:
+            self.checks.before_saving()
+        if evaluates:
+            self._evaluate(step, saves)
+        if self.folder and self.numbers.save_steps and (saves or self.trainer.run.stopped):
             self._save(self.folder, step)
 
     def finish(self, seconds: float) -> None:
         """Take the best weights where asked, save the result, write `result.json`."""
         trainer = self.trainer
+        self.checks.at_end()
         if self.numbers.load_best_model_at_end and self.folder and self.best:
             trainer.load_model(self.folder / f"checkpoint-{self.best[1]:06d}")
             self.last_eval = (self.best[1], self.best[0])
@@ -91,8 +106,11 @@ class Bookkeeping:
             train_seconds=seconds,
             seed=self.numbers.seed,
             notices=trainer.run.all_notices,
+            **trainer.run.counters,
             **peak_bytes(),
         )
+        if trainer.run.stopped:
+            trainer.result["stopped"] = trainer.run.stopped
         if self.last_eval:
             trainer.result["eval_loss"] = self.last_eval[1]
         if self.folder:
@@ -112,6 +130,8 @@ class Bookkeeping:
             "training": asdict(self.numbers),
             "best": self.best,
             "losses": [self.loss_sum, self.loss_count],
+            "early_stopping": self.early.state_dict(),
+            "counters": self.trainer.run.counters,
             "versions": versions(),
         }
 
@@ -143,6 +163,10 @@ class Bookkeeping:
             )
         self.last_log = (0.0, self.trainer.tokens)
         self.best = tuple(record["best"]) if record["best"] else None
+        self.trainer.run.counters.update(record.get("counters", {}))
+        if "early_stopping" in record:
+            self.early.load_state_dict(record["early_stopping"])
+            self.trainer.run.stopped = self.early.reason()
         now = asdict(self.numbers)
         for key, old in record["training"].items():
             if key in now and now[key] != old:
@@ -167,9 +191,15 @@ class Bookkeeping:
 
     def _evaluate(self, step: int, saved: bool) -> None:
         line = {"step": step, **self.trainer.evaluate()}
-        loss = line["eval_loss"]
+        loss, run = line["eval_loss"], self.trainer.run
         self.last_eval = (step, loss)
-        if saved and (self.best is None or loss < self.best[0]):  # the best is a checkpoint, not only a number
+        enough = self.early.after_evaluation(loss, step)
+        if enough and step < self.trainer.total_steps:
+            run.stopped = run.stopped or enough
+        if not math.isfinite(loss):
+            run.notice(f"step {step}: the evaluation loss is {loss}, though all weights are finite; look at its rows")
+        # The best is a checkpoint, not only a number; a step that ends the run is saved.
+        elif (saved or run.stopped) and (self.best is None or loss < self.best[0]):
             self.best = (loss, step)
         self._append("evaluate", line)
         self.trainer.emit("evaluate", **line)
