@@ -58,9 +58,8 @@ def steady_growth(points: Sequence[Point], least: int) -> float | None:
     """Bytes a step by which memory grows; null where it is flat, or has only risen for a while.
 
     The first quarter is left out: caches fill, and states are made. What follows is cut into four groups in order, of
-    which each gives its lowest value. A leak raises every one above the one before, by like amounts. An evaluation or
-    a row longer than all before raises it once; rows of changing length, up and down; neither does so three times in a
-    row and evenly.
+    which each gives its lowest value. A leak raises every one above the one before, by like amounts. An evaluation
+    raises one of them, rows that are longer than all before raise them less and less, and other rows up and down.
 
     Args:
         points: step and bytes, in order.
@@ -68,16 +67,15 @@ def steady_growth(points: Sequence[Point], least: int) -> float | None:
     """
     if len(points) < _ENOUGH:
         return None
-    late = points[len(points) // 4 :]
-    borders = [len(late) * i // _GROUPS for i in range(_GROUPS + 1)]
-    groups = [late[start:end] for start, end in pairwise(borders)]
-    lows = [min(size for _, size in group) for group in groups]
+    each = len(points) * 3 // 4 // _GROUPS
+    late = points[-each * _GROUPS :]
+    lows = [min(size for _, size in late[i * each : (i + 1) * each]) for i in range(_GROUPS)]
     rises = [after - before for before, after in pairwise(lows)]
     whole = lows[-1] - lows[0]
-    if whole < max(least, _LEAST_SHARE * lows[0]) or min(rises) < 0.75 * whole / len(rises):
+    even = min(rises) >= 0.75 * whole / len(rises) and rises[-1] >= 0.8 * rises[0]
+    if whole < max(least, _LEAST_SHARE * lows[0]) or not even:
         return None
-    steps = (late[-1][0] - late[0][0]) * (_GROUPS - 1) / _GROUPS
-    return whole / steps
+    return whole / (late[-each][0] - late[0][0])
 
 
 def resident() -> int:
