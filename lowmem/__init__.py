@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         Packing,
         PureBF16,
         Quantization,
+        RetryOnOOM,
     )
     from lowmem.strategy import ConflictError, Stage, Strategy, Trait
     from lowmem.trainer import Trainer
@@ -55,6 +56,7 @@ _HOME = {
             "OptimizerInBackward",
             "EMA",
             "Compile",
+            "RetryOnOOM",
         ),
         "strategies",
     ),
@@ -88,6 +90,7 @@ __all__ = [  # noqa: RUF022 - the order is the reader's: the trainer, the number
     "OptimizerInBackward",
     "EMA",
     "Compile",
+    "RetryOnOOM",
     "__version__",
 ]
 

@@ -16,9 +16,13 @@ import numpy as np
 import torch
 
 from lowmem import checkpoint, durable, resume
+from lowmem.checks import SelfChecks
+from lowmem.early_stopping import EarlyStopping
 from lowmem.environment import peak_bytes, versions
+from lowmem.errors import UserError
 from lowmem.interrupts import CutShort
 from lowmem.json_schema import plain
+from lowmem.memory.flat import MemoryWatch
 from lowmem.model import unwrapped
 from lowmem.yaml_lines import dump_yaml
 
@@ -44,6 +48,10 @@ class Bookkeeping:
         self.last_eval: tuple[int, float] | None = None  # step, evaluation loss
         self.cut_evaluation = False  # whether a signal kept this step's evaluation from its end
         self.last_save: Path | None = None
+        self.checks, self.memory = SelfChecks(trainer.run), MemoryWatch(trainer.run)
+        self.early = EarlyStopping(self.numbers.early_stopping_patience, self.numbers.early_stopping_threshold)
+        if self.early.patience and trainer.eval_dataset is None:
+            raise UserError("training.early_stopping_patience: counts evaluations, and there is no eval data")
 
     # -- the three moments --------------------------------------------------------------------------------------------
 
@@ -73,7 +81,7 @@ class Bookkeeping:
                 self._write("versions.json", versions())
             self._report_data()
             if self.cut_evaluation:
-                self._evaluate_if_due(self.trainer.run.global_step)
+                self._evaluate_unless_cut(self.trainer.run.global_step)
             yield
         finally:
             if lock:
@@ -85,11 +93,18 @@ class Bookkeeping:
         if not metrics.get("skipped"):  # the loss of a step that was not taken may be infinite
             self.losses.append(metrics["loss"])
             self.loss_sum, self.loss_count = self.loss_sum + metrics["loss"], self.loss_count + 1
+        if metrics.get("nonfinite"):  # at once: the line of the interval shows its last step only
+            self._append("nonfinite", metrics)
         last = step == self.trainer.total_steps
         if _due(step, self.numbers.logging_steps) or last:
             self._log(metrics)
-        self._evaluate_if_due(step)
-        if self.folder and self.numbers.save_steps and (_due(step, self.numbers.save_steps) or last):
+            self.memory.look(step)
+        evaluates, saves = self._evaluates(step), _due(step, self.numbers.save_steps) or last
+        if evaluates or saves:
+            self.checks.before_saving()
+        if evaluates:
+            self._evaluate_unless_cut(step)
+        if self.folder and self.numbers.save_steps and (saves or self.trainer.run.stopped):
             self._save(self.folder, step)
 
     def finish(self, seconds: float) -> None:
@@ -98,7 +113,9 @@ class Bookkeeping:
         interrupted = trainer.interrupts.ended_the_run and trainer.run.global_step < trainer.total_steps
         if interrupted:
             trainer.interrupts.message = self._save_interrupted()
-        elif self.numbers.load_best_model_at_end and self.folder and self.best:
+        else:
+            self.checks.at_end()
+        if not interrupted and self.numbers.load_best_model_at_end and self.folder and self.best:
             self._load_best(self.folder, *self.best)
         trainer.result.update(
             train_loss=self.loss_sum / self.loss_count if self.loss_count else None,
@@ -109,6 +126,7 @@ class Bookkeeping:
             seed=self.numbers.seed,
             stopped=trainer.run.stopped if trainer.run.global_step < trainer.total_steps else None,
             notices=trainer.run.all_notices,
+            **trainer.run.counters,
             **peak_bytes(),
         )
         if trainer.train_dataset is not None:
@@ -143,6 +161,7 @@ class Bookkeeping:
             return f"{where}; nothing is saved, as training.output_dir is null"
         path = self.folder / f"checkpoint-{step:06d}"
         if step and path != self.last_save:
+            self.checks.before_saving()
             self._save(self.folder, step)
         saved = f"saved {path}; go on with --resume (in Python: train(resume_from=True))"
         return f"{where}; {saved}" if step else f"{where}; there is nothing to save yet"
@@ -158,6 +177,8 @@ class Bookkeeping:
             "cut_evaluation": self.cut_evaluation,
             "losses": [self.loss_sum, self.loss_count],
             "losses_to_log": self.losses,
+            "early_stopping": self.early.state_dict(),
+            "counters": self.trainer.run.counters,
             "versions": versions(),
         }
 
@@ -209,6 +230,9 @@ class Bookkeeping:
                 f"resume: {self._best_checkpoint(self.best)}, the best, is gone; the best counts from here on"
             )
             self.best = None
+        self.trainer.run.counters.update(record["counters"])
+        self.early.load_state_dict(record["early_stopping"])
+        self.trainer.run.stopped = self.early.reason()
         now = asdict(self.numbers)
         for key, old in record["training"].items():
             if key in now and now[key] != old:
@@ -224,12 +248,13 @@ class Bookkeeping:
         self._append("log", line)
         self.trainer.emit("log", **line)
 
-    def _evaluate_if_due(self, step: int) -> None:
+    def _evaluates(self, step: int) -> bool:
         last = step == self.trainer.total_steps
-        if self.trainer.eval_dataset is None or not (_due(step, self.numbers.eval_steps) or last):
-            return
+        return self.trainer.eval_dataset is not None and (_due(step, self.numbers.eval_steps) or last)
+
+    def _evaluate_unless_cut(self, step: int) -> None:
         try:
-            self._evaluate(step, saved=_due(step, self.numbers.save_steps) or last)
+            self._evaluate(step, saved=_due(step, self.numbers.save_steps) or step == self.trainer.total_steps)
             self.cut_evaluation = False
         except CutShort:
             self.cut_evaluation = True  # made up for when the run goes on
@@ -237,9 +262,15 @@ class Bookkeeping:
     def _evaluate(self, step: int, saved: bool) -> None:
         with self.trainer.interrupts.cuttable():
             line = {"step": step, **self.trainer.evaluate()}
-        loss = line["eval_loss"]
+        loss, run = line["eval_loss"], self.trainer.run
         self.last_eval = (step, loss)
-        if saved and (self.best is None or loss < self.best[0]):  # the best is a checkpoint, not only a number
+        enough = self.early.after_evaluation(loss, step)
+        if enough and step < self.trainer.total_steps:
+            run.stopped = run.stopped or enough
+        if not math.isfinite(loss):
+            run.notice(f"step {step}: the evaluation loss is {loss}, though all weights are finite; look at its rows")
+        # The best is a checkpoint, not only a number; a step that ends the run is saved.
+        elif (saved or run.stopped) and (self.best is None or loss < self.best[0]):
             self.best = (loss, step)
         self._append("evaluate", line)
         self.trainer.emit("evaluate", **line)

@@ -128,6 +128,11 @@ class TrainingConfig:
         save_total_limit: how many checkpoints are kept (the best and the newest always are).
         metric_for_best_model: evaluation metric that names the best checkpoint (`eval_loss`).
         load_best_model_at_end: the weights of the best checkpoint are the result of the run.
+        early_stopping_patience: evaluations in a row without a lower loss that end the run; null: it never ends so.
+        early_stopping_threshold: how much lower the evaluation loss must be than the lowest so far, to count.
+        on_nonfinite: at a loss or gradient that is NaN or infinite, `stop` ends the run, `skip` leaves the step out.
+            Both write the batch to the run folder.
+        max_nonfinite_steps: under `skip`, how many steps in a row may be left out; null means 5.
     """
 
     batch_size: int = 8
@@ -150,11 +155,18 @@ class TrainingConfig:
     save_total_limit: int | None = None
     metric_for_best_model: str | None = None
     load_best_model_at_end: bool = False
+    early_stopping_patience: int | None = None
+    early_stopping_threshold: float = 0.0
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    max_nonfinite_steps: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "eval_batch_size", "logging_steps", "max_length"):
             _positive(name, getattr(self, name))
-        for name in ("max_steps", "eval_steps", "save_steps", "save_total_limit", "max_grad_norm"):
+        for name in (
+            *("max_steps", "eval_steps", "save_steps", "save_total_limit", "max_grad_norm"),
+            *("early_stopping_patience", "max_nonfinite_steps"),
+        ):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
         _positive("num_train_epochs", self.num_train_epochs)
@@ -177,6 +189,9 @@ class TrainingConfig:
         if self.save_total_limit and not self.save_steps:
             raise UserError("training.save_total_limit: has no effect without save_steps")
         self._check_best()
+        self._check_early_stopping()
+        if self.max_nonfinite_steps is not None and self.on_nonfinite != "skip":
+            raise UserError("training.max_nonfinite_steps: has no effect without on_nonfinite: skip")
 
     def _check_best(self) -> None:
         wanted = self.metric_for_best_model or self.load_best_model_at_end
@@ -189,6 +204,15 @@ class TrainingConfig:
                 f"training.save_steps: {self.save_steps} is no multiple of eval_steps {self.eval_steps}; "
                 "the best checkpoint could not be told"
             )
+
+    def _check_early_stopping(self) -> None:
+        if self.early_stopping_threshold < 0:
+            raise UserError(f"training.early_stopping_threshold: not negative; got {self.early_stopping_threshold}")
+        if self.early_stopping_patience is None:
+            if self.early_stopping_threshold:
+                raise UserError("training.early_stopping_threshold: has no effect without early_stopping_patience")
+        elif not self.eval_steps:
+            raise UserError("training.early_stopping_patience: counts evaluations, so it needs eval_steps")
 
 
 @dataclass

@@ -89,6 +89,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, check_files:
     data = _block(source, "data", DataConfig)
     training = _block(source, "training", TrainingConfig)
     strategies = _strategies(source, file.parent)
+    recipe_paths.resolve_strategy_paths(strategies, source, file.parent, check_files)
     return Recipe(
         recipe_paths.resolve_model_path(model, source, file.parent),
         recipe_paths.resolve_data_paths(data, source, file.parent, check_files),

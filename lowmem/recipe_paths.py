@@ -5,7 +5,8 @@ from __future__ import annotations
 import glob
 import os
 import re
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -13,6 +14,7 @@ from lowmem.config import DataConfig, ModelConfig, TrainingConfig, WeightedPath
 from lowmem.fetch import WEIGHTS
 from lowmem.recipe_source import Source
 from lowmem.schema import nearest
+from lowmem.strategy import Strategy
 from lowmem.yaml_lines import KeyPath, RecipeError
 
 _FILE_SUFFIXES = {".json", ".jsonl", ".txt", ".md", ".csv", ".tsv", ".parquet", ".arrow", ".gguf", ".gz", ".zst"}
@@ -96,6 +98,20 @@ def resolve_output_dir(training: TrainingConfig) -> TrainingConfig:
     if training.output_dir is None:
         return training
     return replace(training, output_dir=str(native(training.output_dir).expanduser().absolute()))
+
+
+def resolve_strategy_paths(strategies: Iterable[Strategy], source: Source, folder: Path, check: bool) -> None:
+    """Folders that strategies name (fields with the metadata `path`) made absolute.
+
+    Raises:
+        RecipeError: `check`, and it can only be a path, and nothing is there.
+    """
+    for strategy in strategies:
+        for field in fields(strategy):  # type: ignore[arg-type]
+            value = getattr(strategy, field.name) if field.metadata.get("path") else None
+            if value is not None:
+                key = ("strategies", strategy.name, field.name)
+                setattr(strategy, field.name, _resolve(value, key, source, folder, check))
 
 
 def native(text: str) -> Path:

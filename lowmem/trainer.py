@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from lowmem import checkpoint
+from lowmem.adapters import refuse_adapter
 from lowmem.answers import ExactMatch
 from lowmem.batches import make_cursor, to_device
 from lowmem.bookkeeping import Bookkeeping
-from lowmem.checks import FirstUpdate, require_finite, require_trainable
+from lowmem.checks import require_finite, require_trainable
 from lowmem.config import DataConfig, LoadConfig, ModelConfig, TrainingConfig
 from lowmem.data import TokenizedDataset, tokenize
 from lowmem.data.stream import open_training_rows, require_length
@@ -24,6 +25,7 @@ from lowmem.errors import UserError
 from lowmem.interrupts import Interrupts
 from lowmem.loss import count, next_token_cross_entropy, num_targets
 from lowmem.model import load_model, load_tokenizer, raise_trainable_dtype
+from lowmem.nonfinite import NonFiniteGuard
 from lowmem.observers import Event, Observer
 from lowmem.run import Run, World, pick_device
 from lowmem.schedule import lr_lambda
@@ -72,6 +74,7 @@ class Trainer:
 
         named = ModelConfig(str(model)) if isinstance(model, str | Path) else model
         self.source = named if isinstance(named, ModelConfig) else None
+        refuse_adapter(self.source)
         load = self._wrap("configure", LoadConfig.of(self.source, self.device))
         self.tokenizer = load_tokenizer(self.source) if tokenizer is None and self.source else tokenizer
         rows = train_dataset if train_dataset is not None else self.data.train
@@ -88,8 +91,9 @@ class Trainer:
         self.loss = self._wrap("wrap_loss", next_token_cross_entropy)
         make = self._wrap("wrap_optimizer", _no_optimizer)
         self.optimizer = self.run.optimizer = make(list(self.run.trainable.values()))
-        self.forward_backward = self._wrap("wrap_forward_backward", self._forward_backward)
-        self.step = self._wrap("wrap_step", self._step)
+        guard = NonFiniteGuard(self)
+        self.forward_backward = guard.around_pass(self._wrap("wrap_forward_backward", self._forward_backward))
+        self.step = guard.around_step(self._wrap("wrap_step", self._step))
         self.inference = self._wrap("wrap_inference", self._inference)
 
         self.cursor = make_cursor(self.train_dataset, self.training)
@@ -142,7 +146,7 @@ class Trainer:
         return self.result
 
     def _loop(self) -> None:
-        start, first_update = time.perf_counter(), FirstUpdate(self.run)
+        start, first_update = time.perf_counter(), self.books.checks.begin()
         self.model.train()
         batches = self.cursor.batches()
         while self.run.global_step < self.total_steps and not self.run.stopped:

@@ -169,9 +169,8 @@ def test_a_stream_is_not_evaluated() -> None:
 
 
 def test_a_missing_file_is_named_before_training(tmp_path: Path) -> None:
-    cursor = StreamCursor(stream(str(tmp_path / "none.jsonl"), streaming=True), 4)
     with pytest.raises(UserError, match=r"none.jsonl: no such file"):
-        next(cursor.batches())
+        stream(str(tmp_path / "none.jsonl"), streaming=True)
     with pytest.raises(UserError, match=r"no-such/set: not found locally .*no hub stream"):
         stream("no-such/set", streaming=True)
 
