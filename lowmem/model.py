@@ -1,139 +1,16 @@
-"""All knowledge of how a Hugging Face model is loaded and laid out."""
+"""All knowledge of how a Hugging Face model is laid out."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from lowmem.config import LoadConfig, ModelConfig
 from lowmem.errors import UserError
-
-# what a tokenizer leaves in a folder
-_TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "merges.txt")
-
-# -- loading ----------------------------------------------------------------------------------------------------------
-
-
-def load_model(load: LoadConfig) -> nn.Module:
-    """The model a `LoadConfig` describes, on its device.
-
-    Raises:
-        UserError: it is neither a folder, nor a GGUF file, nor to be had from the hub.
-    """
-    import transformers
-    from transformers import AutoModelForCausalLM
-
-    assert load.model is not None
-    options: dict[str, Any] = dict(load.from_pretrained)
-    if load.attn_implementation:
-        options["attn_implementation"] = load.attn_implementation
-    name, gguf = _locate(load.model)
-    if gguf and hasattr(transformers, "GgufConfig"):
-        # From 5.24 on transformers keeps the file's blocks packed, in layers that can be neither trained nor saved.
-        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    with _hub_errors(load.model.name_or_path, load.attn_implementation):
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(
-            name,
-            dtype=load.dtype,
-            revision=load.model.revision or "main",
-            trust_remote_code=load.model.trust_remote_code,
-            device_map={"": load.device},
-            **gguf,
-            **options,
-        )
-    if gguf:
-        _forget_gguf(model)
-    return model
-
-
-def _forget_gguf(model: Any) -> None:
-    """The weights were unpacked; what is left of the file's format would keep transformers from saving the model."""
-    model.hf_quantizer = None
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-
-
-def load_tokenizer(config: ModelConfig) -> Any:
-    """The tokenizer that lies beside the weights; none where a folder has none (rows of token ids need none)."""
-    from transformers import AutoTokenizer
-
-    name, gguf = _locate(config)
-    if not gguf and Path(name).is_dir() and not any(any(Path(name).glob(p)) for p in _TOKENIZER_FILES):
-        return None
-    with _hub_errors(config.name_or_path):
-        return AutoTokenizer.from_pretrained(
-            name, revision=config.revision or "main", trust_remote_code=config.trust_remote_code, **gguf
-        )
-
-
-def load_model_config(config: ModelConfig) -> Any:
-    """The architecture alone (no weights are read)."""
-    from transformers import AutoConfig
-
-    name, gguf = _locate(config)
-    with _hub_errors(config.name_or_path):
-        return AutoConfig.from_pretrained(
-            name, revision=config.revision or "main", trust_remote_code=config.trust_remote_code, **gguf
-        )
-
-
-def _locate(config: ModelConfig) -> tuple[str, dict[str, str]]:
-    """What `from_pretrained` wants: a name, and for a GGUF file its folder and file name."""
-    from lowmem.fetch import resolve_model
-
-    path = Path(resolve_model(config.name_or_path))
-    if path.suffix == ".gguf":
-        if not path.is_file():
-            raise UserError(f"model.name_or_path: there is no file {path.absolute()}")
-        return str(path.parent), {"gguf_file": path.name}
-    return str(path) if path.exists() else config.name_or_path, {}
-
-
-@contextmanager
-def _hub_errors(name: str, attention: str | None = None) -> Iterator[None]:
-    """The long errors of loading as one line."""
-    try:
-        yield
-    except (ImportError, ValueError) as error:
-        text = str(error).splitlines()[0]
-        if attention and "att" in text.lower():  # a kernel that is unknown, or not there on this machine
-            raise UserError(
-                f"model.attn_implementation: {attention}: {text}; use sdpa or eager, or leave it out"
-            ) from error
-        raise UserError(f"model.name_or_path: {name}: {text}") from error
-    except SafetensorError as error:
-        raise UserError(f"model.name_or_path: {name}: a file of weights is damaged ({error})") from error
-    except OSError as error:
-        if Path(name).exists():
-            raise UserError(f"model.name_or_path: {name}: {str(error).splitlines()[0]}") from error
-        raise UserError(
-            f"model.name_or_path: {name} is no local folder or file ({Path(name).absolute()}), and the hub does not "
-            "give it: check the spelling and the connection, and for a gated model log in with `hf auth login`"
-        ) from error
-
-
-def raise_trainable_dtype(model: nn.Module, dtype: str | None) -> None:
-    """Raise 16-bit trainable weights to `dtype`, so that small updates are not rounded away.
-
-    Args:
-        model: changed in place; frozen weights keep their dtype.
-        dtype: `float32`, or null to leave all weights alone.
-    """
-    if dtype is None:
-        return
-    for parameter in model.parameters():
-        if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
-            parameter.data = parameter.data.to(getattr(torch, dtype))
-
-
-# -- layout -----------------------------------------------------------------------------------------------------------
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -253,11 +130,6 @@ def parent_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 def embedding_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Weights of embedding layers (a head tied to one is the same tensor)."""
     return [m.weight for m in model.modules() if isinstance(m, nn.Embedding) and isinstance(m.weight, nn.Parameter)]
-
-
-def is_gguf(config: ModelConfig) -> bool:
-    """Whether the name leads to a GGUF file."""
-    return "gguf_file" in _locate(config)[1]
 
 
 def _linear_classes() -> tuple[type[nn.Module], ...]:

@@ -13,7 +13,7 @@ from torch import nn
 from lowmem import checkpoint
 from lowmem.config import LoadConfig
 from lowmem.errors import UserError
-from lowmem.model import load_model, load_tokenizer
+from lowmem.loading import load_model, load_tokenizer
 from lowmem.recipe import Recipe, load_recipe
 from lowmem.run import Run, pick_device
 from lowmem.strategy import Stage, resolve, traits

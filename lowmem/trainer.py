@@ -20,8 +20,8 @@ from lowmem.checks import FirstUpdate, require_finite, require_trainable
 from lowmem.config import DataConfig, LoadConfig, ModelConfig, TrainingConfig
 from lowmem.data import TokenizedDataset, tokenize
 from lowmem.errors import UserError
+from lowmem.loading import load_model, load_tokenizer, raise_trainable_dtype
 from lowmem.loss import count, next_token_cross_entropy, num_targets
-from lowmem.model import load_model, load_tokenizer, raise_trainable_dtype
 from lowmem.observers import Event, Observer
 from lowmem.run import Run, World, pick_device
 from lowmem.schedule import lr_lambda
