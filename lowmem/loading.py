@@ -13,6 +13,7 @@ from torch import nn
 
 from lowmem.config import LoadConfig, ModelConfig
 from lowmem.errors import UserError
+from lowmem.model import add_rows_for
 
 # what a tokenizer leaves in a folder
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "merges.txt")
@@ -47,6 +48,8 @@ def load_model(load: LoadConfig) -> nn.Module:
         )
     if gguf:
         _forget_gguf(model)
+    if load.model.add_tokens:
+        add_rows_for(model, load_tokenizer(load.model), load.model.add_tokens)
     return model
 
 
@@ -63,11 +66,37 @@ def load_tokenizer(config: ModelConfig) -> Any:
 
     name, gguf = _locate(config)
     if not gguf and Path(name).is_dir() and not any(any(Path(name).glob(p)) for p in _TOKENIZER_FILES):
+        for key in ("add_tokens", "chat_template"):
+            if getattr(config, key):
+                raise UserError(f"model.{key}: {name} has no tokenizer that could take it")
         return None
     with _hub_errors(config.name_or_path):
-        return AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             name, revision=config.revision or "main", trust_remote_code=config.trust_remote_code, **gguf
         )
+    if config.chat_template is not None:
+        tokenizer.chat_template = _template(config.chat_template)
+    if config.add_tokens:
+        _add_tokens(tokenizer, config.add_tokens)
+    return tokenizer
+
+
+def _add_tokens(tokenizer: Any, tokens: list[str]) -> None:
+    known = tokenizer.get_vocab()
+    if there := [token for token in tokens if token in known]:
+        raise UserError(f"model.add_tokens: {', '.join(there)}: in the tokenizer already; leave out what is there")
+    tokenizer.add_tokens(list(tokens), special_tokens=True)
+
+
+def _template(path_or_text: str) -> str:
+    """The text of a chat template, which may lie in a file."""
+    if "{" in path_or_text:  # no template goes without, and hardly a path has one
+        return path_or_text
+    try:
+        return Path(path_or_text).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        place = Path(path_or_text).absolute()
+        raise UserError(f"model.chat_template: neither a Jinja template nor a readable file: {place}") from error
 
 
 def load_model_config(config: ModelConfig) -> Any:
@@ -79,6 +108,31 @@ def load_model_config(config: ModelConfig) -> Any:
         return AutoConfig.from_pretrained(
             name, revision=config.revision or "main", trust_remote_code=config.trust_remote_code, **gguf
         )
+
+
+def weights_place(config: ModelConfig) -> Path:
+    """The folder, or the GGUF file, in which a model's weights lie on this machine; from the hub where they must be.
+
+    Raises:
+        UserError: there is no such model.
+    """
+    name, gguf = _locate(config)
+    if gguf:
+        return Path(name, gguf["gguf_file"])
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import snapshot_download
+
+    with _hub_errors(name):
+        return Path(snapshot_download(name, revision=config.revision, allow_patterns=["*.json", "*.safetensors"]))
+
+
+def model_without_data(config: Any, trust_remote_code: bool = False) -> Any:
+    """A causal language model of a configuration, on the meta device."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
 
 
 def is_gguf(config: ModelConfig) -> bool:

@@ -35,11 +35,11 @@ def _is_layer(module: nn.Module) -> bool:
     return sum(1 for child in module.children() if any(True for _ in child.parameters())) >= 2
 
 
-def head(model: nn.Module) -> nn.Linear:
-    """The linear layer that makes logits.
+def head(model: nn.Module) -> nn.Module:
+    """The module that makes logits as a plain linear layer does; `head_weights` are its weights.
 
     Raises:
-        UserError: there is none, or it is not a plain linear layer.
+        UserError: there is none, or it does something else.
     """
     inner = unwrapped(model)
     find = getattr(inner, "get_output_embeddings", None)
@@ -47,13 +47,21 @@ def head(model: nn.Module) -> nn.Linear:
     saved = getattr(module, "modules_to_save", None)
     if saved is not None:  # peft keeps a trainable copy beside the frozen original
         module = saved[module.active_adapter]  # type: ignore[union-attr,index]
-    if module is None or type(module).forward is not nn.Linear.forward:
+    tokens = getattr(module, "token_adapter", None)  # peft trains some rows and puts them in at every pass
+    linear = module if tokens is None else tokens.base_layer
+    if linear is None or type(linear).forward is not nn.Linear.forward:
         raise UserError(
             f"{type(inner).__name__}: its head is {type(module).__name__}, not a plain linear layer; "
             "leave the head out of target_modules, or drop chunked_cross_entropy"
         )
-    assert isinstance(module, nn.Linear)
+    assert isinstance(module, nn.Module)
     return module
+
+
+def head_weights(model: nn.Module) -> tuple[Tensor, Tensor | None]:
+    """Weight (vocabulary, width) and bias (vocabulary,) of the head; gradients reach what is trained of them."""
+    module: Any = head(model)
+    return module.weight, getattr(module, "bias", None)
 
 
 @contextmanager
@@ -130,6 +138,75 @@ def parent_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 def embedding_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Weights of embedding layers (a head tied to one is the same tensor)."""
     return [m.weight for m in model.modules() if isinstance(m, nn.Embedding) and isinstance(m.weight, nn.Parameter)]
+
+
+def resize_embeddings(model: nn.Module, rows: int) -> None:
+    """Let the embedding and the head grow to `rows` rows; the new ones are the mean of the old, always the same."""
+    inner: Any = unwrapped(model)
+    old = len(inner.get_input_embeddings().weight)
+    inner.resize_token_embeddings(rows, mean_resizing=False)
+    ends = [inner.get_input_embeddings(), inner.get_output_embeddings()]
+    with torch.no_grad():
+        for tensor in {id(t): t for end in ends if end is not None for t in end.parameters(recurse=False)}.values():
+            if not tensor.is_meta:
+                tensor[old:] = mean_row(tensor[:old])
+
+
+def mean_row(rows: Tensor) -> Tensor:
+    """The mean over the first dimension, summed in float32, in the tensor's dtype."""
+    return rows.float().mean(0).to(rows.dtype)
+
+
+def extend_rows(tensor: Tensor, rows: int) -> Tensor:
+    """The rows of an embedding or head after `resize_embeddings`; those that are there stay."""
+    new = max(0, rows - len(tensor))
+    return torch.cat([tensor, mean_row(tensor).expand(new, *tensor.shape[1:])]) if new else tensor
+
+
+def add_rows_for(model: nn.Module, tokenizer: Any, tokens: list[str]) -> None:
+    """Make room for tokens that the tokenizer was given, and remember which they are (`new_token_ids`)."""
+    inner: Any = unwrapped(model)
+    if len(tokenizer) > len(inner.get_input_embeddings().weight):
+        resize_embeddings(model, len(tokenizer))
+    inner.lowmem_new_token_ids = sorted(tokenizer.convert_tokens_to_ids(tokens))
+
+
+def new_token_ids(model: nn.Module) -> list[int]:
+    """Rows of the embedding that the weights on disk know nothing of: for added tokens, or by a resize.
+
+    A model that was resized in memory is compared with the configuration it was loaded from, where that lies on this
+    machine; the hub is never asked.
+    """
+    inner: Any = unwrapped(model)
+    marked: list[int] | None = getattr(inner, "lowmem_new_token_ids", None)
+    if marked is not None:
+        return marked
+    name = getattr(getattr(inner, "config", None), "_name_or_path", None)
+    if not name or not hasattr(inner, "get_input_embeddings"):
+        return []
+    from transformers import AutoConfig
+
+    try:
+        config: Any = AutoConfig.from_pretrained(name, local_files_only=True)
+        known = config.get_text_config().vocab_size
+    except (OSError, ValueError, AttributeError):  # not here, of an unknown kind, or without a vocabulary
+        return []
+    return list(range(known, len(inner.get_input_embeddings().weight)))
+
+
+def embedding_names(model: nn.Module) -> list[str]:
+    """Names of the embedding and of the head (where the model has a head); they may share one tensor."""
+    inner: Any = unwrapped(model)
+    ends = [inner.get_input_embeddings(), inner.get_output_embeddings()]
+    found = {id(module): name for name, module in inner.named_modules()}
+    return [found[id(end)] for end in ends if end is not None]
+
+
+def ties_embeddings(model: nn.Module) -> bool:
+    """Whether the head is the embedding."""
+    inner: Any = unwrapped(model)
+    ends = [inner.get_input_embeddings(), inner.get_output_embeddings()]
+    return ends[1] is not None and ends[0].weight is ends[1].weight
 
 
 def _linear_classes() -> tuple[type[nn.Module], ...]:

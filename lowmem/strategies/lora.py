@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lowmem.errors import UserError
 from lowmem.libraries import import_bitsandbytes
-from lowmem.model import adaptable, fused_experts
+from lowmem.model import adaptable, embedding_names, fused_experts, new_token_ids, ties_embeddings
 from lowmem.run import Run
 from lowmem.strategy import ForwardBackward, Sample, Stage, Strategy, Trait
 
@@ -69,6 +69,7 @@ class LoRA(Strategy):
             use_rslora=self.use_rslora,
             use_dora=self.use_dora,
             modules_to_save=self.modules_to_save,
+            trainable_token_indices=self._new_tokens(model, run),
             task_type="CAUSAL_LM" if hasattr(model, "prepare_inputs_for_generation") else None,
         )
         try:
@@ -103,6 +104,23 @@ class LoRA(Strategy):
         if not names:
             raise UserError(f"lora.target_modules: {type(model).__name__} has no linear layer in its decoder layers")
         return names
+
+    def _new_tokens(self, model: nn.Module, run: Run) -> dict[str, list[int]] | None:
+        """Rows of added tokens, which are trained unless the whole embedding and head are."""
+        ids = new_token_ids(model)
+        if not ids:
+            return None
+        names = embedding_names(model)
+        saved = [n for n in names if any(f".{n}".endswith(f".{given}") for given in self.modules_to_save or ())]
+        if saved and saved != names:
+            raise UserError(
+                f"lora.modules_to_save: has {saved[0]} and not {' and '.join(set(names) - set(saved))}, where the new "
+                "tokens would stay frozen; name both, or neither (their rows are trained alone then)"
+            )
+        if saved:
+            return None
+        run.notice(f"lora: the rows of {len(ids)} new tokens are trained in {' and '.join(names)}")
+        return dict.fromkeys(names[:1] if ties_embeddings(model) else names, ids)
 
     def _check_names(self, model: nn.Module) -> None:
         """peft skips a name that matches nothing as long as another one matches."""
