@@ -30,18 +30,14 @@ def probe_merge(run_folder: RunFolder, adapter: Path, merged: Path, notices: lis
     Returns:
         largest_logit_difference, largest_logit (for the scale), same_top_token (share of positions).
     """
-    size = sum(file.stat().st_size for file in merged.glob("*.safetensors"))
-    if (free := free_bytes()) < size:
-        notices.append(f"no probe: the merged model needs {size / 1e9:.2f} GB of memory, {free / 1e9:.2f} GB are free")
+    if not fits(merged, notices):
         return None
     model = load_adapter(run_folder.base_model(), adapter).eval()
     ids = probe_ids(model)
     expected = logits(model, ids)
     del model
     release()
-    found = logits(plain_model(merged), ids)
-    release()
-    return compare(expected, found)
+    return compare(expected, logits(plain_model(merged), ids))
 
 
 def compare(expected: Tensor, found: Tensor) -> dict[str, float]:
@@ -84,8 +80,14 @@ def release() -> None:
         torch.cuda.empty_cache()
 
 
-def free_bytes() -> int:
-    """Memory that a model could be loaded into now."""
-    if torch.cuda.is_available():
-        return int(torch.cuda.mem_get_info()[0])
-    return int(psutil.virtual_memory().available)
+def fits(folder: Path, notices: list[str], factor: float = 1) -> bool:
+    """Whether the memory that is free now holds a model's weights, `factor` times as large as they lie on disk.
+
+    Where it does not, that is added to `notices`.
+    """
+    size = int(factor * sum(file.stat().st_size for file in folder.glob("*.safetensors")))
+    free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else psutil.virtual_memory().available
+    if free >= size:
+        return True
+    notices.append(f"not checked: the model needs {size / 1e9:.2f} GB of memory, and {free / 1e9:.2f} GB are free")
+    return False
