@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
@@ -89,7 +90,8 @@ class AdapterLayers:
             if key is not None:
                 _put(unit, suffix, self._read(key))
             elif id(parameter) in bases and not hasattr(unit, "modules_to_save"):
-                _put(unit, suffix, base(bases[id(parameter)]).float())
+                # a copy: peft adds in place, and the tensor may be a view of the mapped file
+                _put(unit, suffix, base(bases[id(parameter)]).to(torch.float32, copy=True))
         for module in reversed(list(unit.modules())):  # the innermost first
             if hasattr(module, "merge") and not getattr(module, "merged", False):
                 module.merge()
