@@ -18,7 +18,7 @@ from lowmem.errors import UserError
 from lowmem.gguf_layout import GGUFFile
 from lowmem.loading import load_model, weights_place
 
-_REOPEN_BYTES = 1 << 28  # what was read of a mapped file counts as this process's memory until the file is closed
+_REOPEN_BYTES = 1 << 25  # what was read of a mapped file counts as this process's memory until the file is closed
 
 
 @dataclass

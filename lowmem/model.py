@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -192,6 +193,18 @@ def new_token_ids(model: nn.Module) -> list[int]:
     except (OSError, ValueError, AttributeError):  # not here, of an unknown kind, or without a vocabulary
         return []
     return list(range(known, len(inner.get_input_embeddings().weight)))
+
+
+def origin(model: nn.Module) -> dict[str, Any]:
+    """What is known of where a model in memory came from, as the `model` block of a recipe: else its class."""
+    inner: Any = unwrapped(model)
+    name = getattr(getattr(inner, "config", None), "_name_or_path", None)
+    if not name:
+        return {"name_or_path": type(inner).__name__}
+    dtypes = {str(p.dtype).removeprefix("torch.") for p in embedding_parameters(inner)}
+    dtype = dtypes.pop() if len(dtypes) == 1 else "auto"
+    place = Path(name).absolute() if Path(name).exists() else name
+    return {"name_or_path": str(place), "dtype": dtype if dtype in ("float32", "bfloat16", "float16") else "auto"}
 
 
 def embedding_names(model: nn.Module) -> list[str]:

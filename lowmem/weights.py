@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,9 @@ def load_adapter(base: nn.Module, folder: Path, *, is_trainable: bool = False) -
     if (rows := vocabulary_rows(base, folder)) > len(inner.get_input_embeddings().weight):
         resize_embeddings(base, rows)
     try:
-        adapted: nn.Module = PeftModel.from_pretrained(inner, str(folder), is_trainable=is_trainable)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")  # `merge` takes care of it
+            adapted: nn.Module = PeftModel.from_pretrained(inner, str(folder), is_trainable=is_trainable)
     except (RuntimeError, ValueError) as error:
         raise UserError(f"{folder}: does not fit its base model: {' '.join(str(error).split())[:300]}") from error
     return adapted

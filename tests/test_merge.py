@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -270,7 +271,7 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
 
 def test_too_small_a_disk_is_told_beforehand(tmp_path, monkeypatch):
     run = make_run(tmp_path, base_model())
-    monkeypatch.setattr("lowmem.shards.shutil.disk_usage", lambda _: (1, 1, 1000))
+    monkeypatch.setattr("lowmem.shards.shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
     with pytest.raises(UserError, match="GB free"):
         merge(run, tmp_path / "out", probe=False)
     assert not (tmp_path / "out").exists()
@@ -343,23 +344,23 @@ print(peak() - before)
 
 
 def test_memory_stays_at_about_a_layer(tmp_path):
-    """A model of 403 MB in 24 layers, quantised in training: the process grows by a few layers, not by the model."""
+    """A model of 108 MB in 12 layers, quantised in training: the process grows by a few layers, not by the model."""
     make_run(tmp_path / "small", base_model(), "{lora: {}, quantization: {}}")
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    shape = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 8}
+    shape = {"hidden_size": 512, "intermediate_size": 768, "num_hidden_layers": 12, "num_attention_heads": 8}
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **shape))
     run, base = tmp_path / "large" / "run", tmp_path / "large" / "base"
     base.mkdir(parents=True)
     model.config.dtype = torch.float32
     model.config.save_pretrained(base)
-    random = torch.randn(2048 * 512) * 0.02
+    random = torch.randn(768 * 512) * 0.02
     writer = ShardWriter(base, list(model.state_dict()), shard_bytes=10**9)
     for name, tensor in model.state_dict().items():
         writer.add(name, random[: tensor.numel()].reshape(tensor.shape))
     writer.close()
-    assert writer.total_bytes > 400e6
+    assert writer.total_bytes > 105e6
     run.mkdir()
     (run / "recipe.yaml").write_text(
         f"model: {{name_or_path: {base}, dtype: float32}}\nstrategies: {{lora: {{}}, quantization: {{}}}}\n"
@@ -381,6 +382,6 @@ def test_memory_stays_at_about_a_layer(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    layer = 4 * (4 * 512 * 512 + 3 * 512 * 2048)
-    assert int(done.stdout) < 6 * layer  # a layer as loaded, rounded, in float32 while merged; the mapped file
-    assert sum(path.stat().st_size for path in places[3].glob("*.safetensors")) > 400e6
+    layer, mapped = 4 * (4 * 512 * 512 + 3 * 512 * 768), 1 << 25
+    assert int(done.stdout) < 4 * layer + mapped  # a layer as loaded and rounded, a weight while it is merged
+    assert sum(path.stat().st_size for path in places[3].glob("*.safetensors")) > 105e6

@@ -75,6 +75,7 @@ class LoRA(Strategy):
         try:
             with warnings.catch_warnings():  # peft 0.21 asks for a property that transformers 5.24 has renamed
                 warnings.simplefilter("ignore", FutureWarning)
+                warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")  # `merge` takes care of it
                 adapted: nn.Module = get_peft_model(model, config)  # type: ignore[arg-type]
         except ValueError as error:
             raise UserError(f"lora: {' '.join(str(error).split())}") from error
