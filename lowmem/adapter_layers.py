@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from lowmem.errors import UserError
 from lowmem.libraries import import_bitsandbytes
+from lowmem.weights import open_safetensors
 
 _PREFIX = "base_model.model."  # of peft's names, before the model's own
 _PLAIN_INITIALISATIONS = (True, False, "gaussian", "orthogonal")  # they leave the base weights as they are
@@ -49,7 +49,7 @@ class AdapterLayers:
         live = wrapped.state_dict(keep_vars=True)
         keys = get_peft_model_state_dict(wrapped, state_dict=live, save_embedding_layers=False)
         self.path = folder / "adapter_model.safetensors"
-        with safe_open(self.path, framework="pt") as file:
+        with open_safetensors(self.path) as file:
             stored = set(file.keys())
         by_tensor = {id(tensor): key for key, tensor in keys.items() if key in stored}
         full = {name: by_tensor[id(tensor)] for name, tensor in live.items() if id(tensor) in by_tensor}
@@ -103,7 +103,7 @@ class AdapterLayers:
         return result
 
     def _read(self, key: str) -> Tensor:
-        with safe_open(self.path, framework="pt") as file:
+        with open_safetensors(self.path) as file:
             tensor: Tensor = file.get_tensor(key).float()
         return tensor
 

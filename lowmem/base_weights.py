@@ -10,13 +10,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from lowmem.config import LoadConfig
-from lowmem.errors import UserError
-from lowmem.gguf_layout import GGUFFile
+from lowmem.gguf_layout import GGUFFile, UnsupportedLayoutError
 from lowmem.loading import load_model, weights_place
+from lowmem.weights import open_safetensors
 
 _REOPEN_BYTES = 1 << 25  # what was read of a mapped file counts as this process's memory until the file is closed
 
@@ -59,7 +58,7 @@ class SafetensorsWeights(Weights):
         if index.is_file():
             files = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
         else:
-            with safe_open(folder / "model.safetensors", framework="pt") as file:
+            with open_safetensors(folder / "model.safetensors") as file:
                 files = dict.fromkeys(file.keys(), "model.safetensors")
         self.files: dict[str, Path] = {key: folder / file for key, file in files.items()}
         known = set(names)
@@ -81,7 +80,7 @@ class SafetensorsWeights(Weights):
         """See `Weights`."""
         path = self.files[key]
         if path != self._open_path or self._bytes_read > _REOPEN_BYTES:
-            self._handle, self._open_path, self._bytes_read = safe_open(path, framework="pt"), path, 0
+            self._handle, self._open_path, self._bytes_read = open_safetensors(path), path, 0
         tensor: Tensor = self._handle.get_tensor(key)
         self._bytes_read += tensor.numel() * tensor.element_size()
         return tensor
@@ -92,7 +91,7 @@ class SafetensorsWeights(Weights):
         return sum(path.stat().st_size for path in set(self.files.values()))
 
     def _dtype_of(self, key: str) -> torch.dtype:
-        with safe_open(self.files[key], framework="pt") as file:
+        with open_safetensors(self.files[key]) as file:
             return file.get_slice(key)[:0].dtype  # type: ignore[no-any-return]
 
 
@@ -159,7 +158,7 @@ def open_weights(load: LoadConfig, model: Any, needed: set[str], tied: Mapping[s
         reason = f"no tensor is called {missing[0]}" if missing else None
     except FileNotFoundError as error:
         reason = f"no {Path(str(error.filename or 'safetensors')).name}"
-    except UserError as error:
+    except UnsupportedLayoutError as error:
         reason = str(error)
     if reason is None:
         return found, None

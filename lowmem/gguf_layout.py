@@ -14,6 +14,10 @@ ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2"}
 _PERMUTED = ("llama",)  # architectures whose rotary pairs lie side by side instead of half a head apart
 
 
+class UnsupportedLayoutError(UserError):
+    """A family of models whose layout in GGUF is not known here."""
+
+
 class Layout:
     """Names and row order of one model.
 
@@ -21,7 +25,7 @@ class Layout:
         config: transformers' configuration.
 
     Raises:
-        UserError: a family that is not known here.
+        UnsupportedLayoutError: a family that is not known here.
     """
 
     def __init__(self, config: Any) -> None:
@@ -29,7 +33,9 @@ class Layout:
 
         kind = str(config.model_type)
         if kind not in ARCHITECTURES:
-            raise UserError(f"gguf: models of type {kind} are not supported; supported: {', '.join(ARCHITECTURES)}")
+            raise UnsupportedLayoutError(
+                f"gguf: models of type {kind} are not supported; supported: {', '.join(ARCHITECTURES)}"
+            )
         self.architecture = ARCHITECTURES[kind]
         number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == self.architecture)
         self._names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
@@ -66,7 +72,7 @@ class GGUFFile:
     """The tensors of a GGUF file under transformers' names; blocks are unpacked when a tensor is read.
 
     Raises:
-        UserError: a family that is not known here.
+        UnsupportedLayoutError: a family that is not known here.
     """
 
     def __init__(self, path: Path, config: Any) -> None:
@@ -76,7 +82,7 @@ class GGUFFile:
         reader = gguf.GGUFReader(path)
         architecture = reader.fields["general.architecture"].contents()
         if architecture != self.layout.architecture:
-            raise UserError(f"gguf: the architecture {architecture} is not supported")
+            raise UnsupportedLayoutError(f"gguf: the architecture {architecture} is not supported")
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
 
     def has(self, name: str) -> bool:

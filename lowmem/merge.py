@@ -274,12 +274,10 @@ def _through(
     inner = {name.removeprefix("layers.0."): kind for name, kind in names.items()}
     filled = copy.deepcopy(block)
     for path, module in filled.named_modules():
-        module._parameters = {  # nothing but linear layers is there
-            key: nn.Parameter(read(f"{path}.{key}"), requires_grad=False)
-            if path in inner and value is not None
-            else None
-            for key, value in module._parameters.items()
-        }
+        for key, value in module._parameters.items():
+            if value is not None:  # what is no linear layer stays empty
+                full = read(f"{path}.{key}") if path in inner else torch.empty(0)
+                module._parameters[key] = nn.Parameter(full, requires_grad=False)
     holder: nn.Module = _holder(filled, config)
     for strategy in strategies:
         holder = strategy.wrap_model(holder, run)

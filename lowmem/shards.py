@@ -16,6 +16,17 @@ from torch import Tensor
 
 from lowmem.errors import UserError
 
+# what the user can put right
+_TOLD = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EACCES,
+    errno.EROFS,
+    errno.EPERM,
+    errno.ENOTDIR,
+    errno.EEXIST,
+    errno.ENAMETOOLONG,
+)
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -51,14 +62,14 @@ def whole_or_nothing(place: Path) -> Iterator[Path]:
         partial.rename(place)
         _sync(place.parent)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EPERM):
+        if error.errno not in _TOLD:
             raise
         raise UserError(f"{place.absolute()}: cannot be written: {error.strerror}; nothing was left there") from error
     finally:
         if partial.is_dir():
             shutil.rmtree(partial, ignore_errors=True)
-        else:
-            partial.unlink(missing_ok=True)
+        elif partial.exists():
+            partial.unlink()
 
 
 def require_space(place: Path, num_bytes: int) -> None:

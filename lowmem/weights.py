@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -88,9 +88,19 @@ def vocabulary_rows(base: nn.Module, folder: Path) -> int:
     names = {
         f"base_model.model.{name}.{kind}" for name in embedding_names(base) for kind in ("weight", "base_layer.weight")
     }
-    with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
+    with open_safetensors(folder / "adapter_model.safetensors") as file:
         needed += [file.get_slice(key).get_shape()[0] for key in names.intersection(file.keys())]
     return max(needed)
+
+
+def open_safetensors(path: Path) -> Any:
+    """`safetensors.safe_open`, with an error of one line for a damaged file."""
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise UserError(
+            f"{path}: the file is damaged ({error}); take another copy, or an earlier checkpoint"
+        ) from error
 
 
 def _would_be_lost(model: nn.Module) -> bool:
