@@ -50,7 +50,7 @@ CHILD = """
 import gc, sys, time, torch, transformers
 from lowmem.config import DataConfig, ModelConfig
 from lowmem.data import tokenize
-from lowmem.model import load_tokenizer
+from lowmem.loading import load_tokenizer
 path, cache, what, workers = sys.argv[1:]
 tokenizer = load_tokenizer(ModelConfig("smollm2"))
 tokenizer("warm up")

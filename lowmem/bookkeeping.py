@@ -23,7 +23,7 @@ from lowmem.errors import UserError
 from lowmem.interrupts import CutShort
 from lowmem.json_schema import plain
 from lowmem.memory.flat import MemoryWatch
-from lowmem.model import unwrapped
+from lowmem.model import origin
 from lowmem.yaml_lines import dump_yaml
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ class Bookkeeping:
     def settings(self) -> dict[str, Any]:
         """The resolved recipe, defaults included; `lowmem train` takes it where the model has a name."""
         trainer = self.trainer
-        model = asdict(trainer.source) if trainer.source else {"name_or_path": type(unwrapped(trainer.model)).__name__}
+        model = asdict(trainer.source) if trainer.source else origin(trainer.model)
         return {
             "model": model,
             "data": plain(trainer.data),

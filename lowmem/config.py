@@ -22,6 +22,10 @@ class ModelConfig:
             float32 whatever stands here, unless `pure_bf16` is among the strategies.
         attn_implementation: as in transformers; null lets transformers choose.
         trust_remote_code: run modelling code that comes with the weights.
+        add_tokens: special tokens that the tokenizer gets in addition. The embedding and the head grow where they must;
+            the new rows start as the mean of the others. With lora they are trained (`modules_to_save`, or else those
+            rows alone).
+        chat_template: a Jinja template, or a file of one, in place of the tokenizer's; it is saved with the result.
     """
 
     name_or_path: str
@@ -29,6 +33,13 @@ class ModelConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     attn_implementation: str | None = None
     trust_remote_code: bool = False
+    add_tokens: list[str] | None = None
+    chat_template: str | None = None
+
+    def __post_init__(self) -> None:
+        tokens = self.add_tokens
+        if tokens is not None and (not tokens or not all(tokens) or len(set(tokens)) < len(tokens)):
+            raise UserError(f"model.add_tokens: a list of different, non-empty texts; got {tokens}")
 
 
 @dataclass(frozen=True)

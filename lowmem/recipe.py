@@ -91,7 +91,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, check_files:
     strategies = _strategies(source, file.parent)
     recipe_paths.resolve_strategy_paths(strategies, source, file.parent, check_files)
     return Recipe(
-        recipe_paths.resolve_model_path(model, source, file.parent),
+        recipe_paths.resolve_model_path(model, source, file.parent, check_files),
         recipe_paths.resolve_data_paths(data, source, file.parent, check_files),
         recipe_paths.resolve_output_dir(training),
         strategies,

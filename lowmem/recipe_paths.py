@@ -18,6 +18,7 @@ from lowmem.strategy import Strategy
 from lowmem.yaml_lines import KeyPath, RecipeError
 
 _FILE_SUFFIXES = {".json", ".jsonl", ".txt", ".md", ".csv", ".tsv", ".parquet", ".arrow", ".gguf", ".gz", ".zst"}
+_FILE_SUFFIXES |= {".jinja", ".jinja2", ".j2"}
 Files: TypeAlias = str | list[str | WeightedPath] | WeightedPath | None
 _HERE = Path(__file__).parent
 
@@ -59,12 +60,15 @@ def find_recipe(name_or_path: str | Path) -> Path:
     raise RecipeError(f"{name}: no recipe of that name, and no file {path.absolute()}; {hint}")
 
 
-def resolve_model_path(model: ModelConfig, source: Source, folder: Path) -> ModelConfig:
-    """A folder or GGUF file made absolute; a hub id, or an alias, is left alone.
+def resolve_model_path(model: ModelConfig, source: Source, folder: Path, check: bool) -> ModelConfig:
+    """A folder, a GGUF file and a template's file made absolute; a hub id, or an alias, is left alone.
 
     Raises:
         RecipeError: it can only be a path, and nothing is there.
     """
+    if model.chat_template and "{" not in model.chat_template:  # a file; a template in Jinja has braces
+        path = _resolve(model.chat_template, ("model", "chat_template"), source, folder, check)
+        model = replace(model, chat_template=path)
     if model.name_or_path in WEIGHTS:  # an alias is not shadowed by a folder that happens to be called the same
         return model
     return replace(model, name_or_path=_resolve(model.name_or_path, ("model", "name_or_path"), source, folder, True))

@@ -13,10 +13,11 @@ from torch import nn
 from lowmem import checkpoint
 from lowmem.config import LoadConfig
 from lowmem.errors import UserError
-from lowmem.model import load_model, load_tokenizer
+from lowmem.loading import load_model, load_tokenizer
 from lowmem.recipe import Recipe, load_recipe
 from lowmem.run import Run, pick_device
 from lowmem.strategy import Stage, resolve, traits
+from lowmem.weights import load_adapter
 
 
 @dataclass(frozen=True)
@@ -82,19 +83,17 @@ class RunFolder:
                 result, dtype="auto", device_map={"": pick_device(0)}
             )
         else:
-            from peft import PeftModel
-
-            model = PeftModel.from_pretrained(self._base(), str(result))  # type: ignore[arg-type]
+            model = load_adapter(self.base_model(), result)
         return model.eval().requires_grad_(False), tokenizer
 
-    def _base(self) -> nn.Module:
+    def base_model(self) -> nn.Module:
         """The base model as training saw it: quantised, without adapters."""
         strategies = resolve(self.recipe.strategies)
         device = pick_device(0)
         run = Run(self.recipe.training, device, traits(strategies)[0])
         load = LoadConfig.of(self.recipe.model, device)
         below = [s for s in strategies if s.stage < Stage.ADAPT]
-        for strategy in below:
+        for strategy in strategies:
             load = strategy.configure(load, run)
         model = load_model(load)
         for strategy in below:
@@ -106,5 +105,7 @@ def load_tokenizer_of(result: Path, recipe: Recipe) -> Any:
     """The tokenizer saved beside the result, else that of the base model."""
     from dataclasses import replace
 
-    own = load_tokenizer(replace(recipe.model, name_or_path=str(result), revision=None))
+    # what the recipe adds to the base model's tokenizer has been saved with it
+    saved = replace(recipe.model, name_or_path=str(result), revision=None, add_tokens=None, chat_template=None)
+    own = load_tokenizer(saved)
     return own if own is not None else load_tokenizer(recipe.model)

@@ -23,8 +23,8 @@ from lowmem.data import TokenizedDataset, tokenize
 from lowmem.data.stream import open_training_rows, require_length
 from lowmem.errors import UserError
 from lowmem.interrupts import Interrupts
+from lowmem.loading import load_model, load_tokenizer, raise_trainable_dtype
 from lowmem.loss import count, next_token_cross_entropy, num_targets
-from lowmem.model import load_model, load_tokenizer, raise_trainable_dtype
 from lowmem.nonfinite import NonFiniteGuard
 from lowmem.observers import Event, Observer
 from lowmem.run import Run, World, pick_device

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from lowmem.cli import reference
+from lowmem.cli import convert, reference
 from lowmem.cli.doctor import doctor
 from lowmem.cli.train import train, with_resume_value
 from lowmem.errors import UserError
@@ -23,6 +23,8 @@ app = typer.Typer(
 app.add_typer(reference.recipes_app, name="recipes")
 for command in (
     train,
+    convert.merge,
+    convert.export,
     reference.strategies,
     reference.explain,
     reference.schema,

@@ -15,7 +15,7 @@ from lowmem.adapters import another, open_adapter, plain_setting, take_over
 from lowmem.config import LoadConfig
 from lowmem.errors import UserError
 from lowmem.libraries import import_bitsandbytes
-from lowmem.model import adaptable, fused_experts, linears
+from lowmem.model import adaptable, embedding_names, fused_experts, linears, new_token_ids, ties_embeddings
 from lowmem.run import Run
 from lowmem.strategy import ForwardBackward, Sample, Stage, Strategy, Trait
 from lowmem.weights import load_weights
@@ -81,13 +81,14 @@ class LoRA(Strategy):
         from peft import get_peft_model
 
         self._check_dtype(model, run)
-        config = self._new_config(model) if self._start is None else self._old_config(model)
+        config = self._new_config(model, run) if self._start is None else self._old_config(model)
         base_then, base_now = config.base_model_name_or_path, getattr(model, "name_or_path", None)
         try:
             with warnings.catch_warnings():
                 # peft 0.21 asks for a property that transformers 5.24 has renamed
                 warnings.simplefilter("ignore", FutureWarning)
                 warnings.filterwarnings("ignore", message="The PEFT config's `base_model_name_or_path` was renamed")
+                warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")  # `merge` takes care of it
                 adapted: nn.Module = get_peft_model(model, config)  # type: ignore[arg-type]
         except ValueError as error:
             raise UserError(f"lora: {' '.join(str(error).split())}") from error
@@ -136,7 +137,7 @@ class LoRA(Strategy):
                 raise another("target_modules", self.target_modules, place, held)
         return config
 
-    def _new_config(self, model: nn.Module) -> Any:
+    def _new_config(self, model: nn.Module, run: Run) -> Any:
         from peft import LoraConfig
 
         self._check_names(model)
@@ -148,6 +149,7 @@ class LoRA(Strategy):
             use_rslora=self.use_rslora,
             use_dora=self.use_dora,
             modules_to_save=self.modules_to_save,
+            trainable_token_indices=self._new_tokens(model, run),
             task_type="CAUSAL_LM" if hasattr(model, "prepare_inputs_for_generation") else None,
         )
 
@@ -158,6 +160,23 @@ class LoRA(Strategy):
         if not names:
             raise UserError(f"lora.target_modules: {type(model).__name__} has no linear layer in its decoder layers")
         return names
+
+    def _new_tokens(self, model: nn.Module, run: Run) -> dict[str, list[int]] | None:
+        """Rows of added tokens, which are trained unless the whole embedding and head are."""
+        ids = new_token_ids(model)
+        if not ids:
+            return None
+        names = embedding_names(model)
+        saved = [n for n in names if any(f".{n}".endswith(f".{given}") for given in self.modules_to_save or ())]
+        if saved and saved != names:
+            raise UserError(
+                f"lora.modules_to_save: has {saved[0]} and not {' and '.join(set(names) - set(saved))}, where the new "
+                "tokens would stay frozen; name both, or neither (their rows are trained alone then)"
+            )
+        if saved:
+            return None
+        run.notice(f"lora: the rows of {len(ids)} new tokens are trained in {' and '.join(names)}")
+        return dict.fromkeys(names[:1] if ties_embeddings(model) else names, ids)
 
     def _check_names(self, model: nn.Module) -> None:
         """peft skips a name that matches nothing as long as another one matches."""
