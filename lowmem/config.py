@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from lowmem.errors import UserError
 
 Scheduler = Literal["linear", "cosine", "constant", "constant_with_warmup"]
+TrackerName = Literal["tensorboard", "wandb", "trackio"]
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,8 @@ class TrainingConfig:
         save_total_limit: how many checkpoints are kept (the best and the newest always are).
         metric_for_best_model: evaluation metric that names the best checkpoint (`eval_loss`).
         load_best_model_at_end: the weights of the best checkpoint are the result of the run.
+        report_to: trackers that are shown the logged numbers: `tensorboard` (files in the run folder), `wandb`,
+            `trackio`.
     """
 
     batch_size: int = 8
@@ -116,6 +119,7 @@ class TrainingConfig:
     save_total_limit: int | None = None
     metric_for_best_model: str | None = None
     load_best_model_at_end: bool = False
+    report_to: list[TrackerName] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "eval_batch_size", "logging_steps", "max_length"):
@@ -143,6 +147,7 @@ class TrainingConfig:
         if self.save_total_limit and not self.save_steps:
             raise UserError("training.save_total_limit: has no effect without save_steps")
         self._check_best()
+        self._check_trackers()
 
     def _check_best(self) -> None:
         wanted = self.metric_for_best_model or self.load_best_model_at_end
@@ -155,6 +160,15 @@ class TrainingConfig:
                 f"training.save_steps: {self.save_steps} is no multiple of eval_steps {self.eval_steps}; "
                 "the best checkpoint could not be told"
             )
+
+    def _check_trackers(self) -> None:
+        known = get_args(TrackerName)
+        if isinstance(self.report_to, str) or not set(self.report_to) <= set(known):
+            raise UserError(f"training.report_to: a list of {', '.join(known)}; got {self.report_to!r}")
+        if len(set(self.report_to)) < len(self.report_to):
+            raise UserError(f"training.report_to: each tracker once; got {', '.join(self.report_to)}")
+        if "tensorboard" in self.report_to and not self.output_dir:
+            raise UserError("training.report_to: tensorboard writes into the run folder; set training.output_dir")
 
 
 @dataclass
