@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from lowmem.cli import reference
+from lowmem.cli import reference, see
 from lowmem.cli.train import train, with_resume_value
 from lowmem.errors import UserError
 
@@ -22,6 +22,8 @@ app = typer.Typer(
 app.add_typer(reference.recipes_app, name="recipes")
 for command in (
     train,
+    see.report,
+    see.compare,
     reference.strategies,
     reference.explain,
     reference.schema,

@@ -47,6 +47,7 @@ class Chart:
         from_zero: the vertical axis begins at 0.
         may_be_log: it may be logarithmic where the values need it.
         smooth: draw means over noisy lines.
+        raw: draw what was logged below such means.
         marks: places on the horizontal axis that have a name, such as a resume.
         empty: what to say where there is nothing to draw.
     """
@@ -58,6 +59,7 @@ class Chart:
     from_zero: bool = False
     may_be_log: bool = False
     smooth: bool = True
+    raw: bool = True
     marks: Sequence[tuple[float, str]] = field(default=())
     empty: str = "No points."
 
@@ -71,21 +73,38 @@ def line_chart(chart: Chart, series: Sequence[Series]) -> Html:
     x_axis = _x_axis([x for one in drawn for x, _ in one.points])
     log = chart.may_be_log and bool(values) and min(values) > 0 and max(values) > _LOG_FROM * min(values)
     y_axis = Axis.around(values, zero=chart.from_zero, log=log)
-    shapes, notes = [], []
-    for one in drawn:
-        points = thin(one.points)
-        if len(points) < len(one.points):
-            notes.append(
-                f"{one.name}: {len(points):,} of {len(one.points):,} points are drawn, the lowest and highest of each "
-                "stretch among them."
-            )
-        if broken := sum(not math.isfinite(y) for _, y in one.points):
-            notes.append(f"{one.name}: {broken:,} points are NaN or infinite (gaps, marked at the upper edge).")
-        shapes.append(_line(chart, one, points, x_axis, y_axis))
+    lines = [(one, thin(one.points)) for one in drawn]
+    shapes = "".join(_line(chart, one, points, x_axis, y_axis) for one, points in lines)
     unit = ", ".join(filter(None, (chart.unit, "logarithmic" if log else "")))
     legend = [(one.name, _swatch(one)) for one in drawn]
-    hover = [[one.name, [[x, _plain(y)] for x, y in thin(one.points)]] for one in drawn]
-    return _frame(chart, unit, legend, "".join(shapes), x_axis, y_axis, hover, notes, _values(chart, drawn))
+    hover = [[one.name, [[x, _plain(y)] for x, y in points]] for one, points in lines]
+    return _frame(chart, unit, legend, shapes, x_axis, y_axis, hover, _notes(chart, lines), _values(chart, drawn))
+
+
+def _notes(chart: Chart, lines: Sequence[tuple[Series, Sequence[Point]]]) -> list[str]:
+    """What the drawing leaves out."""
+    notes = []
+    if means := [one for one, _ in lines if _is_noisy(chart, one)]:
+        windows = sorted({_window(one) for one in means})
+        last = f"{windows[0]}" if len(windows) == 1 else f"{windows[0]} to {windows[-1]}"
+        pale = "; pale lines: what was logged" if chart.raw else ""
+        notes.append(f"Strong lines: means over the last {last} points{pale}.")
+    thinned = [(one, points) for one, points in lines if len(points) < len(one.points)]
+    if thinned:
+        counts = ", ".join(f"{one.name} {len(points):,} of {len(one.points):,}" for one, points in thinned)
+        notes.append(f"Points drawn: {counts}; the lowest and highest of each stretch are among them.")
+    broken = [(one.name, sum(not math.isfinite(y) for _, y in one.points)) for one, _ in lines]
+    if counted := ", ".join(f"{name} {number:,}" for name, number in broken if number):
+        notes.append(f"NaN or infinite (gaps, marked at the upper edge): {counted} points.")
+    return notes
+
+
+def _is_noisy(chart: Chart, one: Series) -> bool:
+    return chart.smooth and len(one.points) >= SMOOTHED_FROM
+
+
+def _window(one: Series) -> int:
+    return max(3, len(one.points) // 25)
 
 
 def area_chart(
@@ -126,10 +145,13 @@ def _x_axis(xs: Sequence[float]) -> Axis:
 
 def _line(chart: Chart, one: Series, points: Sequence[Point], x_axis: Axis, y_axis: Axis) -> str:
     dash = f' stroke-dasharray="{esc(one.dash)}"' if one.dash else ""
-    noisy = chart.smooth and len(one.points) >= SMOOTHED_FROM
-    shapes = [f'<path class="line c{one.style}{" raw" if noisy else ""}"{dash} d="{_path(points, x_axis, y_axis)}"/>']
+    noisy = _is_noisy(chart, one)
+    shapes = []
+    if chart.raw or not noisy:
+        kind = " raw" if noisy else ""
+        shapes.append(f'<path class="line c{one.style}{kind}"{dash} d="{_path(points, x_axis, y_axis)}"/>')
     if noisy:
-        means = thin(smooth(one.points, max(3, len(one.points) // 25)))
+        means = thin(smooth(one.points, _window(one)))
         shapes.append(f'<path class="line c{one.style}"{dash} d="{_path(means, x_axis, y_axis)}"/>')
     finite = [(x, y) for x, y in points if math.isfinite(y)]
     if len(finite) <= DOTS_UP_TO:
@@ -155,10 +177,7 @@ def _runs(points: Sequence[Point]) -> list[list[Point]]:
 
 
 def _path(points: Sequence[Point], x_axis: Axis, y_axis: Axis) -> str:
-    parts = []
-    for run in _runs(points):
-        parts.append("M" + "L".join(_at(point, x_axis, y_axis) for point in run))
-    return "".join(parts)
+    return "".join("M" + "L".join(_at(point, x_axis, y_axis) for point in run) for run in _runs(points))
 
 
 def _at(point: Point, x_axis: Axis, y_axis: Axis) -> str:
@@ -201,7 +220,7 @@ def _frame(
     marks = "".join(f"M{_round(x_axis.at(x) * WIDTH)} 0v{HEIGHT}" for x, _ in chart.marks if x_axis.low <= x)
     y_labels = "".join(
         f'<span style="top:{_round((1 - y_axis.at(tick)) * 100)}%">{text}</span>'
-        for tick, text in zip(y_ticks, tick_texts(y_ticks), strict=True)
+        for tick, text in zip(y_ticks, tick_texts(y_ticks, y_axis.log), strict=True)
     )
     x_labels = "".join(
         f'<span style="left:{_round(x_axis.at(tick) * 100)}%">{text}</span>'
@@ -210,11 +229,12 @@ def _frame(
     said = f"{chart.title}{f', {unit}' if unit else ''}, over {chart.x_name}: " + ", ".join(name for name, _ in legend)
     data = json.dumps({"x": [x_axis.low, x_axis.high], "name": chart.x_name, "series": hover}, separators=(",", ":"))
     keys = "".join(f'<li class="key">{picture} {esc(name)}</li>' for name, picture in legend)
+    keys = f'<ul class="legend">{keys}</ul>' if len(legend) > 1 else ""
     remarks = [*notes, *(f"Dashed line: {text}." for text in dict.fromkeys(text for _, text in chart.marks))]
     return Html(
         f'<figure class="chart" id="{chart.ident}" data-hover="{esc(data)}">'
         f'<figcaption><strong>{esc(chart.title)}</strong> <span class="unit">{esc(unit)}</span></figcaption>'
-        f'<ul class="legend">{keys}</ul>\n<div class="frame"><div class="y" aria-hidden="true">{y_labels}</div>'
+        f'{keys}\n<div class="frame"><div class="y" aria-hidden="true">{y_labels}</div>'
         f'<div class="plot"><svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" '
         f'aria-label="{esc(said)}"><title>{esc(said)}</title><path class="grid" d="{grid}"/>'
         f'<path class="mark" d="{marks}"/>{shapes}</svg></div>'
@@ -233,7 +253,7 @@ def _values(chart: Chart, series: Sequence[Series]) -> Html:
         for i in sample_rows(len(xs), _TABLE_ROWS)
     ]
     left_out = f", {len(rows)} of {len(xs):,} rows" if len(rows) < len(xs) else ""
-    return table(f"{chart.title}{left_out}", [chart.x_name, *(one.name for one in series)], rows, numbers=True)
+    return table(f"{chart.title}{left_out}", [chart.x_name, *(one.name for one in series)], rows, kind="numbers")
 
 
 def _plain(value: float) -> float | str:

@@ -26,7 +26,7 @@ def esc(value: object) -> str:
 
 
 def table(
-    caption: str, head: Sequence[object], rows: Iterable[Sequence[object]], numbers: bool = False, hidden: bool = False
+    caption: str, head: Sequence[object], rows: Iterable[Sequence[object]], kind: str = "", hidden: bool = False
 ) -> Html:
     """A table whose first column names the row.
 
@@ -34,10 +34,10 @@ def table(
         caption: what the table is about.
         head: titles of the columns; empty for none.
         rows: cells; `Html` is taken as it is.
-        numbers: all but the first column are numbers.
+        kind: `numbers` where all but the first column are, `stack` for long texts (cells below each other on a phone).
         hidden: the caption is for screen readers only.
     """
-    kind = ' class="numbers"' if numbers else ""
+    table_class = f' class="{kind}"' if kind else ""
     caption_class = ' class="unseen"' if hidden else ""
     titles = "".join(f'<th scope="col">{esc(cell)}</th>' for cell in head)
     body = "".join(
@@ -46,7 +46,7 @@ def table(
     )
     top = f"<thead><tr>{titles}</tr></thead>\n" if head else ""
     return Html(
-        f'<div class="scroll" tabindex="0" role="group" aria-label="{esc(caption)}"><table{kind}>'
+        f'<div class="scroll" tabindex="0" role="group" aria-label="{esc(caption)}"><table{table_class}>'
         f"<caption{caption_class}>{esc(caption)}</caption>\n{top}<tbody>\n{body}</tbody></table></div>\n"
     )
 

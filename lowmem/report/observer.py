@@ -2,30 +2,41 @@
 
 from __future__ import annotations
 
+import atexit
+import sys
 from pathlib import Path
 
 from lowmem.observers import Event
 
 
 class ReportPage:
-    """Writes the page when a run ends, and on `close` also after one that was cut short."""
+    """Writes the page when a run ends; a run that was cut short gets its page when the process exits.
+
+    A page that cannot be written is said in one line: it must not spoil the run.
+    """
 
     def __init__(self) -> None:
-        self.unwritten: Path | None = None
+        self.folder: Path | None = None
 
     def __call__(self, event: Event) -> None:
-        """Write at the end; a page that cannot be written must not spoil a run that has ended well."""
-        self.unwritten = event.trainer.books.folder
-        if event.kind == "end" and self.unwritten:
-            try:
-                self.close()
-            except Exception as error:
-                event.trainer.emit("status", text=f"report.html was not written: {error}")
+        """Remember the folder at the beginning, write at the end."""
+        if event.kind == "begin":
+            self.folder = event.trainer.books.folder
+            atexit.register(self._at_exit)
+        elif event.kind == "end" and self.folder:
+            atexit.unregister(self._at_exit)
+            if problem := self._write(self.folder):
+                event.trainer.emit("status", text=problem)
 
-    def close(self) -> None:
-        """Write the page of a run that has gone on since the last one."""
+    def _write(self, folder: Path) -> str | None:
         from lowmem.report.page import write_report
 
-        folder, self.unwritten = self.unwritten, None
-        if folder:
+        try:
             write_report(folder)
+        except Exception as error:
+            return f"report.html was not written: {error}"
+        return None
+
+    def _at_exit(self) -> None:
+        if self.folder and self.folder.is_dir() and (problem := self._write(self.folder)):
+            print(problem, file=sys.stderr)

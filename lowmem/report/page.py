@@ -76,15 +76,20 @@ def tiles(record: RunRecord) -> Html:
     best = found["eval loss (best)"]
     shown = [
         ("train loss, last logged", number(found["train loss (last logged)"]), ""),
-        ("eval loss", number(found["eval loss (last)"]), f"best {number(best)}" if best is not None else "not measured"),
-        ("exact match", percent(after), f"{percent(before)} before" if before is not None else "not measured"),
+        (
+            "eval loss",
+            number(found["eval loss (last)"]),
+            f"best {number(best)}" if best is not None else "not measured",
+        ),
+        ("exact match", percent(after), f"{percent(before)} before"),
         ("steps", f"{record.last_step:,}", f"{number(found['tokens'])} tokens"),
         ("training took", duration(found["train seconds"]), f"{number(_whole(found['tokens/s (median)']))} tokens/s"),
         (peak[0], gib(found[peak[1]]), _live(found["peak live bytes of a step"])),
     ]
     items = "".join(
-        f'<div class="tile"><dt>{esc(name)}</dt><dd>{esc(value)}{f"<small>{esc(small)}</small>" if small else ""}</dd></div>'
+        f'<div class="tile"><dt>{esc(name)}</dt><dd>{esc(value)}<small>{esc(small)}</small></dd></div>'
         for name, value, small in shown
+        if name != "exact match" or after is not None
     )
     return Html(f'<dl class="tiles">{items}</dl>\n')
 

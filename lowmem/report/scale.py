@@ -65,8 +65,10 @@ def _round_step(rough: float) -> float:
     return next(step * power for step in _STEPS if step * power >= rough * (1 - 1e-9))
 
 
-def tick_texts(ticks: Sequence[float]) -> list[str]:
-    """Ticks as text, all with the same number of decimals: `0`, `0.5`, `1`; `10k`, `20k`; `1e-4`, `2e-4`."""
+def tick_texts(ticks: Sequence[float], log: bool = False) -> list[str]:
+    """Ticks as text: `0.0`, `0.5`, `1.0`; `10k`, `20k`; `1e-4`, `2e-4`; on a logarithmic axis `0.1`, `1`, `10`."""
+    if log:
+        return [f"{tick:.3g}".replace("e-0", "e-").replace("e+0", "e") for tick in ticks]
     largest = max((abs(tick) for tick in ticks), default=0.0)
     if largest and (largest < 1e-3 or largest >= 1e9):
         return [f"{tick:.3g}".replace("e-0", "e-").replace("e+0", "e") if tick else "0" for tick in ticks]

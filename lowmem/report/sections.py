@@ -30,7 +30,7 @@ def curves(record: RunRecord) -> Html:
     for key, chart, style in (
         ("learning_rate", Chart("chart-lr", "Learning rate", from_zero=True, smooth=False, marks=marks), 3),
         ("grad_norm", _gradient_norm(marks), 2),
-        ("tokens_per_second", Chart("chart-speed", "Speed", "tokens per second", from_zero=True, marks=marks), 7),
+        ("tokens_per_second", _speed(marks), 7),
     ):
         drawn.append(line_chart(chart, [Series(key.replace("_", " "), record.series("log", key), style)]))
     for index, key in enumerate(_others(record)):
@@ -43,6 +43,11 @@ def curves(record: RunRecord) -> Html:
 def _gradient_norm(marks: list[tuple[float, str]]) -> Chart:
     empty = "Not measured: it is known where gradients are clipped (training.max_grad_norm)."
     return Chart("chart-norm", "Gradient norm", "before clipping", may_be_log=True, marks=marks, empty=empty)
+
+
+def _speed(marks: list[tuple[float, str]]) -> Chart:
+    unit = "tokens per second, evaluations and saves included"
+    return Chart("chart-speed", "Speed", unit, from_zero=True, marks=marks)
 
 
 def _others(record: RunRecord) -> list[str]:
@@ -64,15 +69,16 @@ def memory(record: RunRecord) -> Html:
     total = sum(ledger.values())
     rows: list[tuple[str, str, str]] = [(name, gib(size), f"{size / total:.1%}") for name, size in ledger.items()]
     peak = table("What lived at the peak of the measured step", ["category", "bytes", "share"],
-                 [*rows, ("total", gib(total), "")], numbers=True) if ledger else ""  # fmt: skip
+                 [*rows, ("total", gib(total), "")], kind="numbers")  # fmt: skip
     drawn = _timeline(record.timeline) + line_chart(over_steps, series)
-    return section("memory", "Memory", f'<div class="charts">{drawn}</div>\n', peak)
+    drawn += f'<div class="card">{peak}</div>' if ledger else ""
+    return section("memory", "Memory", f'<div class="charts">{drawn}</div>\n')
 
 
 def _timeline(timeline: dict[str, Any]) -> Html:
-    step = timeline.get("step", "?")
+    step = f"step {timeline['step']}" if timeline else "a step"
     chart = Chart(
-        "chart-step-memory", f"Live bytes within step {step}, by category", "GiB", "seconds", from_zero=True,
+        "chart-step-memory", f"Live bytes within {step}, by category", "GiB", "seconds", from_zero=True,
         empty="No step was measured (the command line measures the second one, `MemoryLedger` in Python).",
     )  # fmt: skip
     layers: dict[str, list[int]] = timeline.get("bytes", {})
@@ -88,7 +94,9 @@ def _timeline(timeline: dict[str, Any]) -> Html:
 def answers(record: RunRecord) -> Html:
     """Held-out prompts with the answers before and after; those that changed for better or worse come first."""
     if not record.answers:
-        return section("answers", "Answers before and after", paragraph("No prompts were answered (data.exact_match)."))
+        asked = (record.settings.get("data") or {}).get("exact_match")
+        why = "The answers are written when training ends." if asked else "No prompts were answered (data.exact_match)."
+        return section("answers", "Answers before and after", paragraph(why))
     judged = [(a.get("before") == a.get("reference"), a.get("after") == a.get("reference")) for a in record.answers]
     words = {(False, True): "became right", (True, False): "became wrong", (False, False): "stayed wrong",
              (True, True): "stayed right"}  # fmt: skip
@@ -147,11 +155,13 @@ def strategies(record: RunRecord) -> Html:
         kind = "not known" if row.exact is None else "exact" if row.exact else "approximate"
         tag = Html(f'<span class="tag {kind.replace(" ", "-")}">{kind}</span>')
         settings = ", ".join(f"{key}: {setting_text(value)}" for key, value in row.settings.items())
-        rows.append([row.name, tag, settings or "-", "added by the trainer" if row.added else row.saves or "-"])
+        rows.append(
+            [Html(f"{esc(row.name)} {tag}"), settings or "-", "added by the trainer" if row.added else row.saves or "-"]
+        )
     if not rows:
         return section("strategies", "Strategies", paragraph("None."))
     caption = "Exact strategies give the weights of the plain loop, to rounding"
-    return section("strategies", "Strategies", table(caption, ["strategy", "", "settings", "saves"], rows))
+    return section("strategies", "Strategies", table(caption, ["strategy", "settings", "saves"], rows, "stack"))
 
 
 def settings(record: RunRecord) -> Html:
@@ -183,10 +193,12 @@ def checkpoints(record: RunRecord) -> Html:
         rows.append([name, f"{step:,}", number(loss), "best" if step == best else ""])
     found: list[Point] = [(line["step"], 0.0) for line in record.lines if line["event"] == "save"]
     gone = len(found) - len(rows)
-    remarks = [f"{gone:,} more were written and deleted since (training.save_total_limit)."] if gone > 0 and rows else []
+    remarks = (
+        [f"{gone:,} more were written and deleted since (training.save_total_limit)."] if gone > 0 and rows else []
+    )
     if len(rows) > _ROWS:
         remarks.append(f"The newest {_ROWS} of {len(rows):,}.")
-    body = table("In the run folder", ["checkpoint", "step", "eval loss", ""], rows[-_ROWS:], numbers=True)
+    body = table("In the run folder", ["checkpoint", "step", "eval loss", ""], rows[-_ROWS:], kind="numbers")
     return section(
         "checkpoints", "Checkpoints", body if rows else paragraph("None (training.save_steps)."),
         *(paragraph(text) for text in remarks),

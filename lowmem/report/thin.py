@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TypeAlias
 
 Point: TypeAlias = tuple[float, float]
@@ -24,7 +25,7 @@ def thin(points: Sequence[Point], limit: int = 600) -> list[Point]:
         return list(points)
     kept = {0, len(points) - 1}
     bounds = stretches(len(points), limit // 2)
-    for start, end in zip(bounds, bounds[1:], strict=False):
+    for start, end in pairwise(bounds):
         finite = [i for i in range(start, end) if math.isfinite(points[i][1])]
         if finite:
             kept |= {min(finite, key=lambda i: points[i][1]), max(finite, key=lambda i: points[i][1])}
