@@ -67,7 +67,7 @@ class Chart:
 def line_chart(chart: Chart, series: Sequence[Series]) -> Html:
     """Lines over a common horizontal axis. A series without points is left out."""
     drawn = [one for one in series if one.points]
-    values = [y for one in drawn for _, y in one.points if math.isfinite(y)]
+    values = [y for one in drawn for _, y in _seen(chart, one) if math.isfinite(y)]
     if not drawn:
         return _nothing(chart)
     x_axis = _x_axis([x for one in drawn for x, _ in one.points])
@@ -87,16 +87,24 @@ def _notes(chart: Chart, lines: Sequence[tuple[Series, Sequence[Point]]]) -> lis
     if means := [one for one, _ in lines if _is_noisy(chart, one)]:
         windows = sorted({_window(one) for one in means})
         last = f"{windows[0]}" if len(windows) == 1 else f"{windows[0]} to {windows[-1]}"
-        pale = "; pale lines: what was logged" if chart.raw else ""
-        notes.append(f"Strong lines: means over the last {last} points{pale}.")
+        which, pale = ("Strong lines", "; pale lines: what was logged") if chart.raw else ("Long lines", "")
+        notes.append(f"{which}: means over the last {last} points{pale}.")
     thinned = [(one, points) for one, points in lines if len(points) < len(one.points)]
     if thinned:
-        counts = ", ".join(f"{one.name} {len(points):,} of {len(one.points):,}" for one, points in thinned)
+        counts = ", ".join(
+            f"{f'{one.name} ' if len(lines) > 1 else ''}{len(points):,} of {len(one.points):,}"
+            for one, points in thinned
+        )
         notes.append(f"Points drawn: {counts}; the lowest and highest of each stretch are among them.")
     broken = [(one.name, sum(not math.isfinite(y) for _, y in one.points)) for one, _ in lines]
     if counted := ", ".join(f"{name} {number:,}" for name, number in broken if number):
         notes.append(f"NaN or infinite (gaps, marked at the upper edge): {counted} points.")
     return notes
+
+
+def _seen(chart: Chart, one: Series) -> Sequence[Point]:
+    """What the vertical axis must have room for."""
+    return one.points if chart.raw or not _is_noisy(chart, one) else smooth(one.points, _window(one))
 
 
 def _is_noisy(chart: Chart, one: Series) -> bool:

@@ -67,15 +67,25 @@ def _round_step(rough: float) -> float:
 
 def tick_texts(ticks: Sequence[float], log: bool = False) -> list[str]:
     """Ticks as text: `0.0`, `0.5`, `1.0`; `10k`, `20k`; `1e-4`, `2e-4`; on a logarithmic axis `0.1`, `1`, `10`."""
-    if log:
-        return [f"{tick:.3g}".replace("e-0", "e-").replace("e+0", "e") for tick in ticks]
     largest = max((abs(tick) for tick in ticks), default=0.0)
+    if log:
+        return [f"{tick:g}" if 1e-3 <= tick < 1e4 else _scientific(tick, 1) for tick in ticks]
     if largest and (largest < 1e-3 or largest >= 1e9):
-        return [f"{tick:.3g}".replace("e-0", "e-").replace("e+0", "e") if tick else "0" for tick in ticks]
+        places = next((p for p in range(9) if all(_is_near(float(_scientific(t, p)), t, largest) for t in ticks)), 9)
+        return [_scientific(tick, places) if abs(tick) > 1e-9 * largest else "0" for tick in ticks]
     unit, letter = (1e6, "M") if largest >= 1e6 else (1e3, "k") if largest >= 1e4 else (1.0, "")
     scaled = [tick / unit for tick in ticks]
-    decimals = next((d for d in range(6) if all(abs(round(v, d) - v) < 1e-6 * (largest / unit) for v in scaled)), 6)
+    decimals = next((d for d in range(9) if all(_is_near(round(v, d), v, largest / unit) for v in scaled)), 9)
     return [f"{value:.{decimals}f}{letter}" if abs(value) > 1e-12 else "0" for value in scaled]
+
+
+def _is_near(one: float, other: float, size: float) -> bool:
+    return abs(one - other) < 1e-6 * size
+
+
+def _scientific(value: float, places: int) -> str:
+    mantissa, exponent = f"{value:.{places}e}".split("e")
+    return f"{mantissa.rstrip('0').rstrip('.') if '.' in mantissa else mantissa}e{int(exponent)}"
 
 
 def number(value: float | None, digits: int = 4) -> str:
