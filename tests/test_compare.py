@@ -86,7 +86,9 @@ def test_runs_of_one_name_are_told_apart_by_their_place(tmp_path):
 
 def test_names_and_values_are_text(tmp_path):
     evil = "<script>alert(1)</script>"
-    folders = [write_run(tmp_path / f"{i}<script>", 3, recipe=f"model: {{name_or_path: '{i}{evil}'}}\n") for i in (1, 2)]
+    folders = [
+        write_run(tmp_path / f"{i}<script>", 3, recipe=f"model: {{name_or_path: '{i}{evil}'}}\n") for i in (1, 2)
+    ]
     assert f"1{evil} 2{evil}" in Page(render(read_runs(folders))).words
 
 

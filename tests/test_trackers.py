@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -49,15 +50,15 @@ class Fake(ModuleType):
 @pytest.fixture(params=["wandb", "trackio"])
 def fake(request, monkeypatch) -> Fake:
     module = Fake(request.param)
-    monkeypatch.setitem(sys.modules, request.param, module)
+    monkeypatch.setattr("lowmem.trackers.import_module", {request.param: module}.__getitem__)
     for variable in ("WANDB_PROJECT", "TRACKIO_PROJECT"):
         monkeypatch.delenv(variable, raising=False)
     return module
 
 
 def run(folder: Path, *observers: Any, resume: bool = False, **training: Any) -> Trainer:
-    trainer = make_trainer(observers=observers, eval_rows=make_rows(4, seed=1), output_dir=str(folder),
-                           **{"logging_steps": 1, "save_steps": 2, "max_steps": 4, "max_grad_norm": 1.0, **training})  # fmt: skip
+    numbers = {"logging_steps": 1, "save_steps": 2, "max_steps": 4, "max_grad_norm": 1.0, **training}
+    trainer = make_trainer(observers=observers, eval_rows=make_rows(4, seed=1), output_dir=str(folder), **numbers)
     trainer.train(resume_from=resume or None)
     return trainer
 
@@ -183,34 +184,32 @@ def test_python_users_hear_the_same():
 # -- the real ones ----------------------------------------------------------------------------------------------------
 
 
-def scalars(folder: Path) -> dict[str, dict[int, float]]:
+def events(folder: Path) -> Any:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(folder))
-    events.Reload()
-    return {tag: {e.step: e.value for e in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
+    found = EventAccumulator(str(folder))
+    found.Reload()
+    return found
+
+
+def loaded(folder: Path, tag: str) -> dict[int, float]:
+    return {event.step: event.value for event in events(folder).Scalars(tag)}
 
 
 def test_tensorboard_has_the_curves_the_settings_and_one_history_after_a_resume(tmp_path):
     pytest.importorskip("tensorboard")
     with pytest.raises(RuntimeError, match="stopped"):
-        run(tmp_path / "run", stop_after(4), report_to=["tensorboard"], save_steps=2, max_steps=6)
+        run(tmp_path / "run", stop_after(4), report_to=["tensorboard"], max_steps=6)
     folder = tmp_path / "run" / "tensorboard"
-    assert list(scalars(folder)["train/loss"]) == [1, 2, 3, 4]  # flushed, though never closed
-    import shutil
-
+    assert list(loaded(folder, "train/loss")) == [1, 2, 3, 4]  # flushed, though never closed
     shutil.rmtree(tmp_path / "run" / "checkpoint-000004")  # so that steps 3 and 4 are done again
-    trainer = run(tmp_path / "run", resume=True, report_to=["tensorboard"], save_steps=2, max_steps=6, learning_rate=0.0)
-    found = scalars(folder)
-    assert list(found["train/loss"]) == [1, 2, 3, 4, 5, 6]
-    assert found["train/learning_rate"][3] == found["train/learning_rate"][4] == 0.0
-    assert found["eval/loss"][6] == pytest.approx(trainer.result["eval_loss"])
-    assert found["result/train_loss"][6] == pytest.approx(trainer.result["train_loss"])
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder))
-    events.Reload()
-    assert "training/text_summary" in events.Tags()["tensors"]
+    trainer = run(tmp_path / "run", resume=True, report_to=["tensorboard"], max_steps=6, learning_rate=0.0)
+    assert list(loaded(folder, "train/loss")) == [1, 2, 3, 4, 5, 6]
+    rates = loaded(folder, "train/learning_rate")
+    assert rates[2] > 0 == rates[3] == rates[4]
+    assert loaded(folder, "eval/loss")[6] == pytest.approx(trainer.result["eval_loss"])
+    assert loaded(folder, "result/train_loss")[6] == pytest.approx(trainer.result["train_loss"])
+    assert "training/text_summary" in events(folder).Tags()["tensors"]
     assert "tensorboard failed" not in " ".join(trainer.run.all_notices)
 
 
@@ -218,7 +217,7 @@ def test_tensorboard_takes_a_place_of_its_own_and_needs_one(tmp_path):
     pytest.importorskip("tensorboard")
     trainer = make_trainer(observers=[TensorBoard(tmp_path / "tb")], logging_steps=1)
     trainer.train()
-    assert list(scalars(tmp_path / "tb")["train/loss"]) == [1, 2, 3]
+    assert list(loaded(tmp_path / "tb", "train/loss")) == [1, 2, 3]
     with pytest.raises(UserError, match="tensorboard cannot start: it needs a log_dir"):
         make_trainer(observers=[TensorBoard()]).train()
 
