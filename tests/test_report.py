@@ -286,7 +286,7 @@ def test_a_resumed_run_is_one_history(tmp_path):
     assert [line["loss"] for line in record.lines if line["step"] > 6] == [0.5] * 8
     assert [line["seconds"] for line in record.lines] == [0.5 * step for step in range(1, 15)]
     assert record.resumed_at == [6]
-    assert "Dashed line: the run was resumed here." in page(folder).words
+    assert "Dotted line: the run was resumed here." in page(folder).words
 
 
 def test_a_result_of_an_earlier_stop_is_not_the_end(tmp_path):

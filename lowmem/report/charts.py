@@ -238,7 +238,7 @@ def _frame(
     data = json.dumps({"x": [x_axis.low, x_axis.high], "name": chart.x_name, "series": hover}, separators=(",", ":"))
     keys = "".join(f'<li class="key">{picture} {esc(name)}</li>' for name, picture in legend)
     keys = f'<ul class="legend">{keys}</ul>' if len(legend) > 1 else ""
-    remarks = [*notes, *(f"Dashed line: {text}." for text in dict.fromkeys(text for _, text in chart.marks))]
+    remarks = [*notes, *(f"Dotted line: {text}." for text in dict.fromkeys(text for _, text in chart.marks))]
     return Html(
         f'<figure class="chart" id="{chart.ident}" data-hover="{esc(data)}">'
         f'<figcaption><strong>{esc(chart.title)}</strong> <span class="unit">{esc(unit)}</span></figcaption>'

@@ -86,8 +86,11 @@ def result_text(name: str, value: Any) -> str:
 def rows(facts: dict[str, dict[str, Any]], part: str) -> list[list[str]]:
     """One part of `differences` as text, the name of each row first."""
     text = result_text if part == "results" else (lambda _, value: setting_text(value))
-    return [[name.replace("bytes", "memory"), *(text(name, value) for value in row.values())]
-            for name, row in facts[part].items()]  # fmt: skip
+    return [[_title(name), *(text(name, value) for value in row.values())] for name, row in facts[part].items()]
+
+
+def _title(name: str) -> str:
+    return name.replace("bytes", "memory").replace("train seconds", "training time")
 
 
 def render(runs: dict[str, RunRecord]) -> str:

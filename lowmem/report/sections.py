@@ -79,7 +79,7 @@ def _timeline(timeline: dict[str, Any]) -> Html:
     step = f"step {timeline['step']}" if timeline else "a step"
     chart = Chart(
         "chart-step-memory", f"Live bytes within {step}, by category", "GiB", "seconds", from_zero=True,
-        empty="No step was measured (the command line measures the second one, `MemoryLedger` in Python).",
+        empty="No step was measured (the command line measures the second one, the observer MemoryLedger in Python).",
     )  # fmt: skip
     layers: dict[str, list[int]] = timeline.get("bytes", {})
     order = [name for name in _LAYERS if name in layers] + [name for name in layers if name not in _LAYERS]
