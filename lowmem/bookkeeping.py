@@ -23,6 +23,7 @@ from lowmem.errors import UserError
 from lowmem.interrupts import CutShort
 from lowmem.json_schema import plain
 from lowmem.memory.flat import MemoryWatch
+from lowmem.memory.now import memory_metrics
 from lowmem.model import origin
 from lowmem.yaml_lines import dump_yaml
 
@@ -243,7 +244,7 @@ class Bookkeeping:
     def _log(self, metrics: dict[str, Any]) -> None:
         seconds, tokens = metrics["seconds"] - self.last_log[0], metrics["tokens"] - self.last_log[1]
         mean = sum(self.losses) / len(self.losses) if self.losses else metrics["loss"]
-        line = {**metrics, "loss": mean, "tokens_per_second": tokens / seconds if seconds else 0.0}
+        line = {**metrics, "loss": mean, "tokens_per_second": tokens / seconds if seconds else 0.0} | memory_metrics()
         self.losses, self.last_log = [], (metrics["seconds"], metrics["tokens"])
         self._append("log", line)
         self.trainer.emit("log", **line)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from lowmem.errors import UserError
 
 Scheduler = Literal["linear", "cosine", "constant", "constant_with_warmup"]
+TrackerName = Literal["tensorboard", "wandb", "trackio"]
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,8 @@ class TrainingConfig:
         on_nonfinite: at a loss or gradient that is NaN or infinite, `stop` ends the run, `skip` leaves the step out.
             Both write the batch to the run folder.
         max_nonfinite_steps: under `skip`, how many steps in a row may be left out; null means 5.
+        report_to: trackers that are shown the logged numbers: `tensorboard` (files in the run folder), `wandb`,
+            `trackio`.
     """
 
     batch_size: int = 8
@@ -170,6 +173,7 @@ class TrainingConfig:
     early_stopping_threshold: float = 0.0
     on_nonfinite: Literal["stop", "skip"] = "stop"
     max_nonfinite_steps: int | None = None
+    report_to: list[TrackerName] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "eval_batch_size", "logging_steps", "max_length"):
@@ -203,6 +207,7 @@ class TrainingConfig:
         self._check_early_stopping()
         if self.max_nonfinite_steps is not None and self.on_nonfinite != "skip":
             raise UserError("training.max_nonfinite_steps: has no effect without on_nonfinite: skip")
+        self._check_trackers()
 
     def _check_best(self) -> None:
         wanted = self.metric_for_best_model or self.load_best_model_at_end
@@ -224,6 +229,15 @@ class TrainingConfig:
                 raise UserError("training.early_stopping_threshold: has no effect without early_stopping_patience")
         elif not self.eval_steps:
             raise UserError("training.early_stopping_patience: counts evaluations, so it needs eval_steps")
+
+    def _check_trackers(self) -> None:
+        known = get_args(TrackerName)
+        if isinstance(self.report_to, str) or not set(self.report_to) <= set(known):
+            raise UserError(f"training.report_to: a list of {', '.join(known)}; got {self.report_to!r}")
+        if len(set(self.report_to)) < len(self.report_to):
+            raise UserError(f"training.report_to: each tracker once; got {', '.join(self.report_to)}")
+        if "tensorboard" in self.report_to and not self.output_dir:
+            raise UserError("training.report_to: tensorboard writes into the run folder; set training.output_dir")
 
 
 @dataclass

@@ -11,6 +11,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from lowmem.memory.now import memory_now
+
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
@@ -165,16 +167,6 @@ class Console:
         table.add_section()
         table.add_row("total", f"{total / GIB:.3f}")
         self._out.print(table)
-
-
-def memory_now() -> tuple[str, int]:
-    """What the memory figure is, and its bytes: on CUDA the peak of the allocator, else the resident set."""
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
-        return "peak GPU", int(torch.cuda.max_memory_reserved())
-    import psutil
-
-    return "RSS", int(psutil.Process().memory_info().rss)
 
 
 def _facts(loss: Any, tokens_per_second: float | None) -> str:

@@ -26,7 +26,7 @@ from lowmem.interrupts import Interrupts
 from lowmem.loading import load_model, load_tokenizer, raise_trainable_dtype
 from lowmem.loss import count, next_token_cross_entropy, num_targets
 from lowmem.nonfinite import NonFiniteGuard
-from lowmem.observers import Event, Observer
+from lowmem.observers import Event, Observer, built_in_observers
 from lowmem.run import Run, World, pick_device
 from lowmem.schedule import lr_lambda
 from lowmem.strategies import with_defaults
@@ -64,7 +64,8 @@ class Trainer:
         data: DataConfig | None = None,
     ) -> None:
         self.started = time.perf_counter()
-        self.training, self.data, self.observers = training or TrainingConfig(), data or DataConfig(), list(observers)
+        self.training, self.data = training or TrainingConfig(), data or DataConfig()
+        self.observers = [*observers, *built_in_observers(self.training)]
         self.given = list(strategies)
         self.strategies = resolve(with_defaults(self.given, self.training))
         self.device = pick_device(model)

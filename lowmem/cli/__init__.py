@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from lowmem.cli import convert, reference
+from lowmem.cli import convert, reference, see
 from lowmem.cli.doctor import doctor
 from lowmem.cli.train import train, with_resume_value
 from lowmem.errors import UserError
@@ -25,6 +25,8 @@ for command in (
     train,
     convert.merge,
     convert.export,
+    see.report,
+    see.compare,
     reference.strategies,
     reference.explain,
     reference.schema,
