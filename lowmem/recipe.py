@@ -80,6 +80,19 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, check_files:
     source = Source(str(file), {} if document.value is None else document.value, origins)
     if not isinstance(source.tree, dict):
         raise RecipeError(f"{file}:1: a recipe is a mapping of {', '.join([*_BLOCKS, 'strategies'])}")
+    return _checked(source, overrides, file, check_files)
+
+
+def recipe_from_overrides(overrides: Sequence[str]) -> Recipe:
+    """A recipe without a file, from overrides alone; relative paths start from the current directory.
+
+    Raises:
+        RecipeError: as `load_recipe`.
+    """
+    return _checked(Source("overrides", {}, {}), overrides, None, True)
+
+
+def _checked(source: Source, overrides: Sequence[str], file: Path | None, check_files: bool) -> Recipe:
     for text in overrides:
         apply_override(source, text)
     for key in source.tree:
@@ -88,10 +101,11 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, check_files:
     model = _block(source, "model", ModelConfig)
     data = _block(source, "data", DataConfig)
     training = _block(source, "training", TrainingConfig)
-    strategies = _strategies(source, file.parent)
+    folder = file.parent if file else Path()
+    strategies = _strategies(source, folder)
     return Recipe(
-        recipe_paths.resolve_model_path(model, source, file.parent),
-        recipe_paths.resolve_data_paths(data, source, file.parent, check_files),
+        recipe_paths.resolve_model_path(model, source, folder),
+        recipe_paths.resolve_data_paths(data, source, folder, check_files),
         recipe_paths.resolve_output_dir(training),
         strategies,
         file,

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from lowmem.cli import reference
+from lowmem.cli.data import data
 from lowmem.cli.train import train, with_resume_value
 from lowmem.errors import UserError
 
@@ -22,6 +23,7 @@ app = typer.Typer(
 app.add_typer(reference.recipes_app, name="recipes")
 for command in (
     train,
+    data,
     reference.strategies,
     reference.explain,
     reference.schema,
