@@ -9,8 +9,16 @@ from typing import Any, TypeAlias
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
-from ruamel.yaml.events import AliasEvent, CollectionEndEvent, CollectionStartEvent, DocumentStartEvent
-from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from ruamel.yaml.events import (
+    AliasEvent,
+    DocumentStartEvent,
+    MappingEndEvent,
+    MappingStartEvent,
+    NodeEvent,
+    ScalarEvent,
+    SequenceEndEvent,
+)
+from ruamel.yaml.nodes import ScalarNode
 from ruamel.yaml.representer import SafeRepresenter
 
 from lowmem.errors import UserError
@@ -54,8 +62,7 @@ def parse_yaml(text: str, name: str) -> Document:
         RecipeError: not YAML; or an anchor, an alias, a tag, or a key given twice. `name` and the line come first.
     """
     try:
-        _refuse_indirection(text, name)
-        node = _reader().compose(io.StringIO(text))
+        return _Reading(text, name).document()
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}" if mark else ""
@@ -63,9 +70,6 @@ def parse_yaml(text: str, name: str) -> Document:
         raise RecipeError(f"{name}{line}: not valid YAML: {problem}") from None
     except YAMLError as error:
         raise RecipeError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from None
-    lines: dict[KeyPath, int] = {}
-    value = None if node is None else _Values(name, lines).of(node, ())
-    return Document(value, lines)
 
 
 def dump_yaml(value: Any) -> str:
@@ -97,65 +101,67 @@ def _reader() -> Any:
     return YAML(typ="safe", pure=True)
 
 
-def _refuse_indirection(text: str, name: str) -> None:
-    depth = documents = 0
-    for event in _events(text):
-        line = event.start_mark.line + 1
-        if isinstance(event, AliasEvent) or getattr(event, "anchor", None):
-            raise RecipeError(f"{name}:{line}: anchors and aliases (& and *) are not used in recipes; write it out")
-        if getattr(event, "tag", None) and not isinstance(event, DocumentStartEvent):
-            raise RecipeError(f"{name}:{line}: tags ({event.tag}) are not used in recipes; leave it out")
-        if isinstance(event, DocumentStartEvent):
-            documents += 1
-            if documents > 1:
-                raise RecipeError(f"{name}:{line}: a recipe is one document; '---' starts a second one")
-            if event.version not in (None, (1, 2)):
-                raise RecipeError(f"{name}:{line}: recipes are YAML 1.2; drop the %YAML line")
-        if isinstance(event, CollectionStartEvent):
-            depth += 1
-            if depth > _MAX_DEPTH:
-                raise RecipeError(f"{name}:{line}: nested deeper than {_MAX_DEPTH} levels")
-        elif isinstance(event, CollectionEndEvent):
-            depth -= 1
+class _Reading:
+    """One pass over the parser's events: values, the line of every key, and what recipes do not use."""
 
-
-def _events(text: str) -> Iterator[Any]:
-    yield from _reader().parse(io.StringIO(text))
-
-
-class _Values:
-    """Turns composed nodes into values and notes the line of every key."""
-
-    def __init__(self, name: str, lines: dict[KeyPath, int]) -> None:
+    def __init__(self, text: str, name: str) -> None:
+        reader = _reader()
         self.name = name
-        self.lines = lines
+        self.events: Iterator[Any] = reader.parse(io.StringIO(text))
+        self.resolver: Any = reader.resolver
+        self.lines: dict[KeyPath, int] = {}
 
-    def of(self, node: Node, path: KeyPath) -> Any:
-        self.lines.setdefault(path, node.start_mark.line + 1)
-        if isinstance(node, MappingNode):
-            return self._mapping(node, path)
-        if isinstance(node, SequenceNode):
-            return [self.of(item, (*path, index)) for index, item in enumerate(node.value)]
-        assert isinstance(node, ScalarNode)
-        return self._scalar(node)
+    def document(self) -> Document:
+        documents, value = 0, None
+        for event in self.events:
+            if isinstance(event, DocumentStartEvent):
+                documents += 1
+                if documents > 1:
+                    raise self._error(event, "a recipe is one document; '---' starts a second one")
+                if event.version not in (None, (1, 2)):
+                    raise self._error(event, "recipes are YAML 1.2; drop the %YAML line")
+            elif isinstance(event, NodeEvent):
+                value = self._value(event, ())
+        return Document(value, self.lines)
 
-    def _mapping(self, node: MappingNode, path: KeyPath) -> dict[str, Any]:
-        result: dict[str, Any] = {}
-        for key_node, value_node in node.value:
-            line = key_node.start_mark.line + 1
-            if not isinstance(key_node, ScalarNode):
-                raise RecipeError(f"{self.name}:{line}: a key must be text")
-            key = str(key_node.value)
-            if key in result:
-                first = self.lines[(*path, key)]
-                where = ".".join(map(str, (*path, key)))
-                raise RecipeError(f"{self.name}:{line}: {where}: given twice; first on line {first}")
-            self.lines[(*path, key)] = line
-            result[key] = self.of(value_node, (*path, key))
+    def _value(self, event: Any, path: KeyPath) -> Any:
+        self._refuse_indirection(event)
+        self.lines.setdefault(path, event.start_mark.line + 1)
+        if isinstance(event, ScalarEvent):
+            return self._scalar(event)
+        if len(path) >= _MAX_DEPTH:
+            raise self._error(event, f"nested deeper than {_MAX_DEPTH} levels")
+        return self._mapping(path) if isinstance(event, MappingStartEvent) else self._sequence(path)
+
+    def _refuse_indirection(self, event: Any) -> None:
+        if isinstance(event, AliasEvent) or event.anchor:
+            raise self._error(event, "anchors and aliases (& and *) are not used in recipes; write it out")
+        if event.tag:
+            raise self._error(event, f"tags ({event.tag}) are not used in recipes; leave it out")
+
+    def _sequence(self, path: KeyPath) -> list[Any]:
+        result: list[Any] = []
+        while not isinstance(event := next(self.events), SequenceEndEvent):
+            result.append(self._value(event, (*path, len(result))))
         return result
 
-    def _scalar(self, node: ScalarNode) -> Any:
-        text, kind = node.value, str(node.tag).removeprefix(_TAG)
+    def _mapping(self, path: KeyPath) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        while not isinstance(event := next(self.events), MappingEndEvent):
+            self._refuse_indirection(event)
+            if not isinstance(event, ScalarEvent):
+                raise self._error(event, "a key must be text")
+            key = str(event.value)
+            if key in result:
+                where = ".".join(map(str, (*path, key)))
+                raise self._error(event, f"{where}: given twice; first on line {self.lines[(*path, key)]}")
+            self.lines[(*path, key)] = event.start_mark.line + 1
+            result[key] = self._value(next(self.events), (*path, key))
+        return result
+
+    def _scalar(self, event: Any) -> Any:
+        text = event.value
+        kind = str(self.resolver.resolve(ScalarNode, text, event.implicit)).removeprefix(_TAG)
         if kind == "null":
             return None
         if kind == "bool":
@@ -165,8 +171,11 @@ class _Values:
                 return _integer(text) if kind == "int" else _number(text)
             except ValueError:
                 shown = text if len(text) < 40 else f"{text[:40]}..."
-                raise RecipeError(f"{self.name}:{node.start_mark.line + 1}: not a number: {shown}") from None
-        return PlainText(text) if node.style is None else text
+                raise self._error(event, f"not a number: {shown}") from None
+        return PlainText(text) if event.style is None else text
+
+    def _error(self, event: Any, reason: str) -> RecipeError:
+        return RecipeError(f"{self.name}:{event.start_mark.line + 1}: {reason}")
 
 
 def _integer(text: str) -> int:
