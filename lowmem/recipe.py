@@ -25,7 +25,7 @@ from lowmem.recipe_paths import find_recipe
 from lowmem.recipe_source import Source
 from lowmem.schema import InvalidValueError, build, field_types, nearest, shown, unknown_key
 from lowmem.strategy import Strategy
-from lowmem.yaml_lines import RecipeError, dump_yaml, parse_yaml
+from lowmem.yaml_lines import RecipeError, dump_yaml, parse_yaml, short
 
 __all__ = ["Recipe", "RecipeError", "find_recipe", "json_schema", "load_recipe"]
 
@@ -106,7 +106,7 @@ def _checked(source: Source, overrides: Sequence[str], file: Path | None, check_
     return Recipe(
         recipe_paths.resolve_model_path(model, source, folder),
         recipe_paths.resolve_data_paths(data, source, folder, check_files),
-        recipe_paths.resolve_output_dir(training),
+        recipe_paths.resolve_output_dir(training, source),
         strategies,
         file,
     )
@@ -160,7 +160,7 @@ def _strategies(source: Source, folder: Path) -> list[Strategy]:
         return []
     if not isinstance(values, dict):
         raise source.error(("strategies",), "must be a mapping: one key per strategy, such as `lora: {r: 8}`")
-    result = []
+    result: list[Strategy] = []
     for key, settings in values.items():
         path = ("strategies", key)
         cls = _strategy_class(source, key, folder)
@@ -170,6 +170,8 @@ def _strategies(source: Source, folder: Path) -> list[Strategy]:
             off = settings is False or str(settings).lower() in ("no", "off", "none", "false")
             hint = "leave the key out to switch it off" if off else f"write `{key}: {{}}` for the defaults"
             raise source.error(path, f"must be a mapping of settings; got {shown(settings)}: {hint}")
+        if any(type(other) is cls for other in result):
+            raise source.error(path, f"{cls.__name__} stands in the recipe twice, under two import paths")
         result.append(_build(source, path, cls, settings))
     return result
 
@@ -185,8 +187,12 @@ def _strategy_class(source: Source, key: str, folder: Path) -> type[Strategy]:
         raise source.error(("strategies", key), f"unknown strategy; {hint}")
     try:
         cls = _import(key, folder)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise source.error(("strategies", key), f"cannot be imported: {error}") from error
+    except Exception as error:  # the user's own module raises what it likes
+        said = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+        raise source.error(("strategies", key), f"cannot be imported: {short(said, 300)}") from error
+    shipped = next((name for name, ours in STRATEGIES.items() if ours is cls), None)
+    if shipped:
+        raise source.error(("strategies", key), f"is one of lowmem's own; write {shipped}")
     if not (isinstance(cls, type) and issubclass(cls, Strategy)):
         raise source.error(("strategies", key), "is no subclass of lowmem.Strategy")
     if not is_dataclass(cls):

@@ -19,7 +19,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from lowmem.yaml_lines import SWITCH_WORDS, KeyPath, PlainText
+from lowmem.yaml_lines import SWITCH_WORDS, KeyPath, PlainText, short
 
 _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True)
 _WORDS: dict[Any, str] = {
@@ -226,6 +226,5 @@ def _advice_on_text(members: set[Any], value: str) -> str | None:
 def shown(value: Any) -> str:
     """A value for a message, as a recipe would spell it."""
     if isinstance(value, PlainText):
-        return str(value)
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+        return short(value)
+    return short(json.dumps(value, ensure_ascii=False))

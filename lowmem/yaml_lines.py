@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -30,10 +31,17 @@ SWITCH_WORDS = {"no": False, "off": False, "none": False, "n": False, "yes": Tru
 
 _MAX_DEPTH = 20  # a recipe is four levels deep; far deeper nesting only exhausts the stack
 _TAG = "tag:yaml.org,2002:"
+_UNSEEN = ("Cc", "Zl", "Zp")  # control characters, and what starts a line or a paragraph
 
 
 class RecipeError(UserError):
-    """Something is wrong in a recipe or in an override; the message starts with the file and line, or the override."""
+    """Something is wrong in a recipe or in an override; the message starts with the file and line, or the override.
+
+    It is one line: control characters that come from a recipe are spelt out, so that they cannot steer a terminal.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__("".join(c if unicodedata.category(c) not in _UNSEEN else f"\\u{ord(c):04x}" for c in message))
 
 
 class PlainText(str):
@@ -72,6 +80,16 @@ def parse_yaml(text: str, name: str) -> Document:
         raise RecipeError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from None
 
 
+def dotted(path: KeyPath) -> str:
+    """A path of keys for a message: `training.learning_rate`."""
+    return ".".join(short(str(key)) for key in path)
+
+
+def short(text: str, limit: int = 60) -> str:
+    """A text for a message, its end cut off where it is long."""
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
 def dump_yaml(value: Any) -> str:
     """Plain values as YAML 1.2 text, keys in the order given."""
     stream = io.StringIO()
@@ -105,11 +123,17 @@ class _Reading:
     """One pass over the parser's events: values, the line of every key, and what recipes do not use."""
 
     def __init__(self, text: str, name: str) -> None:
-        reader = _reader()
         self.name = name
-        self.events: Iterator[Any] = reader.parse(io.StringIO(text))
-        self.resolver: Any = reader.resolver
+        self.reader = _reader()
+        self.events = self._events(text)
         self.lines: dict[KeyPath, int] = {}
+
+    def _events(self, text: str) -> Iterator[Any]:
+        try:
+            yield from self.reader.parse(io.StringIO(text))
+        except (ValueError, OverflowError, LookupError, AttributeError, TypeError) as error:
+            # what the parser stumbles over, such as an escape beyond Unicode
+            raise RecipeError(f"{self.name}: not valid YAML: {error}") from None
 
     def document(self) -> Document:
         documents, value = 0, None
@@ -151,28 +175,36 @@ class _Reading:
             self._refuse_indirection(event)
             if not isinstance(event, ScalarEvent):
                 raise self._error(event, "a key must be text")
-            key = str(event.value)
+            key = self._text(event)
             if key in result:
-                where = ".".join(map(str, (*path, key)))
+                where = dotted((*path, key))
                 raise self._error(event, f"{where}: given twice; first on line {self.lines[(*path, key)]}")
             self.lines[(*path, key)] = event.start_mark.line + 1
             result[key] = self._value(next(self.events), (*path, key))
         return result
 
     def _scalar(self, event: Any) -> Any:
-        text = event.value
-        kind = str(self.resolver.resolve(ScalarNode, text, event.implicit)).removeprefix(_TAG)
+        text = self._text(event)
+        kind = str(self.reader.resolver.resolve(ScalarNode, text, event.implicit)).removeprefix(_TAG)
         if kind == "null":
             return None
         if kind == "bool":
             return text.lower() == "true"
         if kind in ("int", "float"):
             try:
-                return _integer(text) if kind == "int" else _number(text)
+                number = _integer(text) if kind == "int" else _number(text)
             except ValueError:
-                shown = text if len(text) < 40 else f"{text[:40]}..."
-                raise self._error(event, f"not a number: {shown}") from None
+                raise self._error(event, f"not a number: {short(text)}") from None
+            if kind == "int" and not -(2**63) <= number < 2**63:
+                raise self._error(event, f"a whole number has 64 bits at most; got {short(text)}")
+            return number
         return PlainText(text) if event.style is None else text
+
+    def _text(self, event: Any) -> str:
+        text = str(event.value)
+        if any("\ud800" <= char <= "\udfff" for char in text):
+            raise self._error(event, "half a character (a lone surrogate)")
+        return text
 
     def _error(self, event: Any, reason: str) -> RecipeError:
         return RecipeError(f"{self.name}:{event.start_mark.line + 1}: {reason}")
