@@ -2,8 +2,8 @@
 
 What stands in for what a reader has:
 
-- Every model name in the texts becomes `smollm2`, and that alias leads to a random Llama of two layers with a byte-level
-  tokenizer (`$LOWMEM_CACHE` points into the sandbox). No weights are downloaded.
+- Every model name in the texts becomes `smollm2`, and that alias leads to a random Llama of two layers with a tokenizer
+  of bytes (`$LOWMEM_CACHE` points into the sandbox). No weights are downloaded.
 - Data files that pages speak of (`train.jsonl` and so on) lie in the sandbox, and so do the shipped recipes with their
   data, and a finished run at `out/run`, `out/solar`, `out/qlora`.
 - `lowmem train` lines are shortened to two steps (three with `--resume`), saved at every step.
@@ -95,8 +95,8 @@ def fill(sandbox: Path) -> None:
     shutil.copytree(ROOT / "recipes", sandbox / "recipes")
     recipe = (
         "model: {name_or_path: smollm2}\ndata: {train: train.jsonl, eval: heldout.jsonl}\n"
-        "training: {batch_size: 4, max_steps: 2, max_length: 256, learning_rate: 1e-3, save_steps: 1, logging_steps: 1, "
-        "eval_steps: 1, output_dir: out/run}\n"
+        "training: {batch_size: 4, max_steps: 2, max_length: 256, learning_rate: 1e-3, save_steps: 1, "
+        "logging_steps: 1, eval_steps: 1, output_dir: out/run}\n"
         "strategies: {lora: {r: 4}}\n"
     )
     (sandbox / "recipe.yaml").write_text(recipe, encoding="utf-8")
