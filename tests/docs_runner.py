@@ -192,6 +192,7 @@ def commands(block: Block) -> list[Command]:
         lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
     found = []
     for line in lines:
+        line = re.sub(r"<[\w -]+>", "PLACEHOLDER", line)  # <this repository>: a word for the reader to fill in
         lexer = shlex.shlex(line, posix=True, punctuation_chars="|&;<>")
         lexer.whitespace_split = True
         words = list(lexer)
@@ -249,8 +250,8 @@ def run_lowmem(command: Command) -> str:
     said = f"lowmem {shlex.join(arguments)}: exit code {result.exit_code}\n{result.output}"
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise AssertionError(said) from result.exception
-    # no arguments, or only a group: the help, which click ends with 2
-    assert result.exit_code == 0 or len(command.words) <= 2, said
+    # without a command of the group: its help, which click ends with 2
+    assert result.exit_code == 0 or arguments in ([], ["recipes"]), said
     if command.output:
         Path(command.output).write_text(result.output, encoding="utf-8")
     return str(result.output)
@@ -261,7 +262,9 @@ def shortened(arguments: list[str]) -> list[str]:
     result = list(arguments)
     if arguments[:1] == ["train"]:
         steps = 3 if "--resume" in arguments else 2
-        result += [f"training.max_steps={steps}", "training.save_steps=1", "training.max_length=256"]
+        result += [f"training.max_steps={steps}", "training.save_steps=1"]
+        if "quickstart" in arguments:
+            result.append("data.exact_match=heldout.jsonl")  # six answers instead of two hundred
     if arguments[:1] in (["train"], ["data"]) and "solar-10.7b-qlora-24gb" in arguments:
         result.append("model.name_or_path=smollm2")
     return result
