@@ -15,7 +15,7 @@ from lowmem.fetch import WEIGHTS
 from lowmem.recipe_source import Source
 from lowmem.schema import nearest
 from lowmem.strategy import Strategy
-from lowmem.yaml_lines import KeyPath, RecipeError
+from lowmem.yaml_lines import KeyPath, RecipeError, short
 
 _FILE_SUFFIXES = {".json", ".jsonl", ".txt", ".md", ".csv", ".tsv", ".parquet", ".arrow", ".gguf", ".gz", ".zst"}
 _FILE_SUFFIXES |= {".jinja", ".jinja2", ".j2"}
@@ -97,11 +97,21 @@ def resolve_data_paths(data: DataConfig, source: Source, folder: Path, check: bo
     return replace(data, train=files(data.train, "train"), eval=files(data.eval, "eval"), exact_match=prompts)
 
 
-def resolve_output_dir(training: TrainingConfig) -> TrainingConfig:
-    """The run folder made absolute, from the current directory."""
+def resolve_output_dir(training: TrainingConfig, source: Source) -> TrainingConfig:
+    """The run folder made absolute, from the current directory.
+
+    Raises:
+        RecipeError: it cannot be a path.
+    """
+    key = ("training", "output_dir")
     if training.output_dir is None:
         return training
-    return replace(training, output_dir=str(native(training.output_dir).expanduser().absolute()))
+    if not training.output_dir or "\0" in training.output_dir:
+        raise source.error(key, "cannot be a path; null writes nothing")
+    try:
+        return replace(training, output_dir=str(native(training.output_dir).expanduser().absolute()))
+    except RuntimeError as error:  # a home of nobody
+        raise source.error(key, f"cannot be a path: {error}") from None
 
 
 def resolve_strategy_paths(strategies: Iterable[Strategy], source: Source, folder: Path, check: bool) -> None:
@@ -130,11 +140,14 @@ def native(text: str) -> Path:
 def _resolve(text: str, key: KeyPath, source: Source, folder: Path, check: bool, pattern: bool = False) -> str:
     if not text:
         raise source.error(key, "is empty")
-    given = native(text).expanduser()
     typed = source.is_override(key)
-    place = Path(os.path.normpath((Path.cwd() if typed else folder.absolute()) / given))
-    if place.exists():
-        return str(place)
+    try:
+        given = native(text).expanduser()
+        place = Path(os.path.normpath((Path.cwd() if typed else folder.absolute()) / given))
+        if place.exists():
+            return str(place)
+    except (OSError, RuntimeError, ValueError) as error:  # a name too long, a home of nobody, a NUL
+        raise source.error(key, f"cannot be a path: {short(str(error), 200)}") from None
     if pattern and glob.has_magic(text):
         return _resolve_pattern(given, key, source, Path.cwd() if typed else folder.absolute(), check)
     if _only_a_path(text):

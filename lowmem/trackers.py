@@ -212,7 +212,7 @@ def _named(prefix: str, metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _facts(trainer: Trainer) -> dict[str, Any]:
-    from lowmem.bookkeeping import versions
+    from lowmem.environment import versions
 
     return {**trainer.books.settings(), "versions": versions()}
 

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from lowmem.cli import convert, reference, see
+from lowmem.cli.data import data
 from lowmem.cli.doctor import doctor
 from lowmem.cli.train import train, with_resume_value
 from lowmem.errors import UserError
@@ -23,6 +24,7 @@ app = typer.Typer(
 app.add_typer(reference.recipes_app, name="recipes")
 for command in (
     train,
+    data,
     convert.merge,
     convert.export,
     see.report,
