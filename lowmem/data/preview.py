@@ -20,7 +20,7 @@ from lowmem.data.statistics import (
     target_facts,
 )
 from lowmem.errors import UserError
-from lowmem.model import load_tokenizer
+from lowmem.loading import load_tokenizer
 from lowmem.recipe import Recipe
 
 Split = Literal["train", "eval", "exact_match", "all"]
