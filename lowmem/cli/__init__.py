@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from lowmem.cli import reference
+from lowmem.cli import reference, use
 from lowmem.cli.train import train, with_resume_value
 from lowmem.errors import UserError
 
@@ -22,6 +22,9 @@ app = typer.Typer(
 app.add_typer(reference.recipes_app, name="recipes")
 for command in (
     train,
+    use.evaluate,
+    use.generate,
+    use.chat,
     reference.strategies,
     reference.explain,
     reference.schema,
