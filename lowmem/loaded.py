@@ -145,6 +145,8 @@ def _run_of(path: Path) -> tuple[RunFolder | None, str | None]:
 
 def _without_run(name: str, path: Path, base: str | Path | None, overrides: Sequence[str]) -> LoadedRun:
     """An adapter or a model that lies in no run folder."""
+    if not path.exists() and not _may_be_hub_id(name):
+        raise UserError(f"{path.absolute()}: there is no such run, checkpoint or model")
     if (
         path.is_dir()
         and name not in WEIGHTS
@@ -165,8 +167,6 @@ def _without_run(name: str, path: Path, base: str | Path | None, overrides: Sequ
         return _load(recipe, path, base, [path], [])
     if base is not None:
         raise UserError(f"base: {name} is no adapter, so a base model has no effect")
-    if not path.exists() and not _may_be_hub_id(name):
-        raise UserError(f"{path.absolute()}: there is no such run, checkpoint or model")
     try:
         return _load(recipe, None, None, [], [])
     except UserError as error:

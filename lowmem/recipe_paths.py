@@ -54,15 +54,15 @@ def find_recipe(name_or_path: str | Path) -> Path:
     raise RecipeError(f"{name}: no recipe of that name, and no file {path.absolute()}; {hint}")
 
 
-def resolve_model_path(model: ModelConfig, source: Source, folder: Path) -> ModelConfig:
+def resolve_model_path(model: ModelConfig, source: Source, folder: Path, check: bool) -> ModelConfig:
     """A folder or GGUF file made absolute; a hub id, or an alias, is left alone.
 
     Raises:
-        RecipeError: it can only be a path, and nothing is there.
+        RecipeError: `check`, it can only be a path, and nothing is there.
     """
     if model.name_or_path in WEIGHTS:  # an alias is not shadowed by a folder that happens to be called the same
         return model
-    return replace(model, name_or_path=_resolve(model.name_or_path, ("model", "name_or_path"), source, folder, True))
+    return replace(model, name_or_path=_resolve(model.name_or_path, ("model", "name_or_path"), source, folder, check))
 
 
 def resolve_data_paths(data: DataConfig, source: Source, folder: Path, check: bool) -> DataConfig:
