@@ -96,6 +96,12 @@ def _text_config(model: nn.Module) -> Any:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
+def context_length(model: nn.Module) -> int | None:
+    """The most tokens the model takes at once, where its config says so."""
+    length = getattr(_text_config(model), "max_position_embeddings", None)
+    return int(length) if length else None
+
+
 def linears(model: nn.Module) -> dict[str, nn.Module]:
     """The linear layers inside the decoder layers by their full names, without those that route to experts."""
     inside = {id(module) for block in blocks(model) for module in block.modules()}

@@ -10,9 +10,9 @@ import psutil
 import torch
 from torch import Tensor, nn
 
+from lowmem.rebuild import rebuild
 from lowmem.run import pick_device
 from lowmem.run_folder import RunFolder
-from lowmem.weights import load_adapter
 
 _TOKENS = 24
 _NEWEST = 4  # the last rows of the vocabulary are among them: tokens that were added
@@ -32,7 +32,7 @@ def probe_merge(run_folder: RunFolder, adapter: Path, merged: Path, notices: lis
     """
     if not fits(merged, notices):
         return None
-    model = load_adapter(run_folder.base_model(), adapter).eval()
+    model = rebuild(run_folder.recipe, adapter, named=False)[0]
     ids = probe_ids(model)
     expected = logits(model, ids)
     del model

@@ -69,7 +69,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, check_files:
         path: a file, or the name of a shipped recipe (`quickstart`).
         overrides: `section.key=value`, the value being YAML: `training.learning_rate=1e-4`, `strategies.lora.r=8`,
             `strategies.packing={}`. `strategies.NAME=null` takes a strategy out.
-        check_files: a data file that is not there is an error.
+        check_files: a data file, or the model's, that is not there is an error.
 
     Raises:
         RecipeError: one line with file, line and key (or the override), what is wrong and what is accepted.

@@ -64,14 +64,14 @@ def resolve_model_path(model: ModelConfig, source: Source, folder: Path, check: 
     """A folder, a GGUF file and a template's file made absolute; a hub id, or an alias, is left alone.
 
     Raises:
-        RecipeError: it can only be a path, and nothing is there.
+        RecipeError: `check`, it can only be a path, and nothing is there.
     """
     if model.chat_template and "{" not in model.chat_template:  # a file; a template in Jinja has braces
         path = _resolve(model.chat_template, ("model", "chat_template"), source, folder, check)
         model = replace(model, chat_template=path)
     if model.name_or_path in WEIGHTS:  # an alias is not shadowed by a folder that happens to be called the same
         return model
-    return replace(model, name_or_path=_resolve(model.name_or_path, ("model", "name_or_path"), source, folder, True))
+    return replace(model, name_or_path=_resolve(model.name_or_path, ("model", "name_or_path"), source, folder, check))
 
 
 def resolve_data_paths(data: DataConfig, source: Source, folder: Path, check: bool) -> DataConfig:

@@ -22,6 +22,7 @@ from lowmem.config import DataConfig, LoadConfig, ModelConfig, TrainingConfig
 from lowmem.data import TokenizedDataset, tokenize
 from lowmem.data.stream import open_training_rows, require_length
 from lowmem.errors import UserError
+from lowmem.evaluation import summed_loss
 from lowmem.interrupts import Interrupts
 from lowmem.loading import load_model, load_tokenizer, raise_trainable_dtype
 from lowmem.loss import count, next_token_cross_entropy, num_targets
@@ -202,15 +203,11 @@ class Trainer:
         rows = self._tokenize(dataset) if dataset is not None else self.eval_dataset
         if rows is None:
             raise UserError("evaluate: there is no eval_dataset")
-        start, total, weight, targets = time.perf_counter(), 0.0, 0.0, 0
-        order = sorted(range(len(rows)), key=lambda row: int(rows.lengths[row]))  # like lengths pad little
+        start = time.perf_counter()
         with self.inference():
-            for i in range(0, len(order), self.training.eval_batch_size):
-                self.interrupts.check()
-                batch = [rows[row] for row in order[i : i + self.training.eval_batch_size]]
-                total += float(self.forward_backward([batch], 1.0))
-                weight += count(batch)
-                targets += sum(map(num_targets, batch))
+            total, weight, targets = summed_loss(
+                self.forward_backward, rows, self.training.eval_batch_size, self.interrupts.check
+            )
         loss = self.world.all_reduce(total) / self.world.all_reduce(weight)
         return {"eval_loss": loss, "eval_tokens": targets, "eval_seconds": time.perf_counter() - start}
 

@@ -66,16 +66,21 @@ def load_adapter(base: nn.Module, folder: Path, *, is_trainable: bool = False) -
 
     if not (folder / "adapter_config.json").is_file():
         raise UserError(f"{folder.absolute()} holds no adapter (it has no adapter_config.json)")
-    inner: Any = base
-    if (rows := vocabulary_rows(base, folder)) > len(inner.get_input_embeddings().weight):
-        resize_embeddings(base, rows)
+    grow_for(base, folder)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")  # `merge` takes care of it
-            adapted: nn.Module = PeftModel.from_pretrained(inner, str(folder), is_trainable=is_trainable)
+            adapted: nn.Module = PeftModel.from_pretrained(base, str(folder), is_trainable=is_trainable)
     except (RuntimeError, ValueError) as error:
         raise UserError(f"{folder}: does not fit its base model: {' '.join(str(error).split())[:300]}") from error
     return adapted
+
+
+def grow_for(base: nn.Module, folder: Path) -> None:
+    """Give the embedding of a base model the rows that an adapter was trained with."""
+    inner: Any = base
+    if (rows := vocabulary_rows(base, folder)) > len(inner.get_input_embeddings().weight):
+        resize_embeddings(base, rows)
 
 
 def vocabulary_rows(base: nn.Module, folder: Path) -> int:

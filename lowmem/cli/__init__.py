@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from lowmem.cli import convert, reference, see
+from lowmem.cli import convert, reference, see, use
 from lowmem.cli.data import data
 from lowmem.cli.doctor import doctor
 from lowmem.cli.train import train, with_resume_value
@@ -25,6 +25,9 @@ app.add_typer(reference.recipes_app, name="recipes")
 for command in (
     train,
     data,
+    use.evaluate,
+    use.generate,
+    use.chat,
     convert.merge,
     convert.export,
     see.report,
