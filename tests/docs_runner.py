@@ -65,12 +65,12 @@ def blocks(page: Path) -> list[Block]:
 
 
 def make_tokenizer(folder: Path) -> None:
-    """Every byte is a token; the marks of a turn are special tokens."""
+    """Every byte is a token (and `th`: a GGUF file needs a merge); the marks of a turn are special tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    raw = Tokenizer(models.BPE({char: index for index, char in enumerate(alphabet)}, []))
+    raw = Tokenizer(models.BPE({char: index for index, char in enumerate([*alphabet, "th"])}, [("t", "h")]))
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|im_end|>", pad_token="<|pad|>")

@@ -274,6 +274,14 @@ def test_html_is_one_page_that_loads_nothing(folder):
 
 
 @pytest.mark.usefixtures("folder")
+def test_one_source_with_its_settings():
+    files = json.loads(lowmem("x.yaml", "data.train={path: train.jsonl, weight: 2}", "--json"))["splits"]["train"][
+        "files"
+    ]
+    assert [(Path(part["path"]).name, part["weight"]) for part in files] == [("train.jsonl", 2.0)]
+
+
+@pytest.mark.usefixtures("folder")
 def test_a_data_file_with_the_name_of_a_model():
     facts = json.loads(lowmem("train.jsonl", "data.on_bad_row=skip", "--model", "model", "--json"))
     assert facts["splits"]["train"]["report"]["rows"] == 4
@@ -289,6 +297,7 @@ def test_a_data_file_with_the_name_of_a_model():
         (["x.yaml", "data.train=null", "--split", "train"], "data.train: the recipe names no such data"),
         (["x.yaml", "data.train=gone.jsonl"], "no such file"),
         (["x.yaml", "--html", "no/such/page.html"], "cannot be written"),
+        (["x.yaml", "data.streaming=true", "training.max_steps=2"], "data.streaming: a stream has no end"),
         (["gone.yaml"], "no such recipe file"),
     ],
 )

@@ -46,6 +46,11 @@ def preview(recipe: Recipe, split: Split = "all", num_rows: int = 3, seed: int =
     chosen = [name for name in SPLITS if split in (name, "all") and getattr(recipe.data, name) is not None]
     if not chosen:
         raise UserError(f"data.{'train' if split == 'all' else split}: the recipe names no such data")
+    if recipe.data.streaming and "train" in chosen:
+        raise UserError(
+            "data.streaming: a stream has no end to count up to; data.streaming=false reads all of it once, "
+            "or give --split eval, or a part of the data as data.train"
+        )
     tokenizer = load_tokenizer(recipe.model)
     facts: dict[str, Any] = {}
     tables: dict[str, RowTable] = {}
@@ -75,9 +80,9 @@ def preview(recipe: Recipe, split: Split = "all", num_rows: int = 3, seed: int =
     }
 
 
-def _files(source: str | Sequence[str | WeightedPath]) -> list[dict[str, Any]]:
-    parts = [source] if isinstance(source, str) else source
-    return [asdict(part) if isinstance(part, WeightedPath) else {"path": part, "weight": 1.0} for part in parts]
+def _files(source: str | WeightedPath | Sequence[str | WeightedPath]) -> list[dict[str, Any]]:
+    parts = [source] if isinstance(source, str | WeightedPath) else source
+    return [asdict(part if isinstance(part, WeightedPath) else WeightedPath(part)) for part in parts]
 
 
 def _rows(dataset: TokenizedDataset, tokenizer: Any, number: int, seed: int) -> list[dict[str, Any]]:
