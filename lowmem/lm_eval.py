@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from lowmem.answers import stop_tokens
 from lowmem.errors import UserError
 from lowmem.loaded import load_run
 
@@ -46,6 +47,8 @@ class LowmemLM(HFLM):  # type: ignore[misc]
             return super()._model_call(*arguments, **options)
 
     def _model_generate(self, *arguments: Any, **options: Any) -> Any:
+        # The harness would go by the model's config alone, where a tokenizer may name another end of an answer.
+        options.setdefault("eos_token_id", stop_tokens(self.loaded.model, self.loaded.tokenizer))
         with self.loaded.inference():
             return super()._model_generate(*arguments, **options)
 
