@@ -18,6 +18,8 @@ try:
     from lm_eval.models.huggingface import HFLM  # type: ignore[import-untyped, import-not-found]
 except ImportError as error:
     raise UserError(f"lm-evaluation-harness is not installed ({error}); pip install 'lowmem[eval]'") from error
+except AttributeError as error:  # an old one asks transformers 5 for classes that it no longer has
+    raise UserError(f"this lm-evaluation-harness is too old ({error}); pip install -U 'lowmem[eval]'") from error
 
 
 @register_model("lowmem")  # type: ignore[untyped-decorator]
