@@ -177,7 +177,7 @@ def continued(
     streamer: Any = None,
 ) -> torch.Tensor:
     """The tokens that follow each row, (rows, new tokens), padded behind their end; the KV cache is used."""
-    stops = _stops(model, tokenizer)
+    stops = stop_tokens(model, tokenizer)
     inputs, mask = _left_padded(rows, stops[0])
     device = next(model.parameters()).device
     # The model's own generation config may name other values; null leaves them at its.
@@ -239,7 +239,7 @@ def prompt_ids(tokenizer: Any, prompt: Prompt) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _stops(model: nn.Module, tokenizer: Any) -> list[int]:
+def stop_tokens(model: nn.Module, tokenizer: Any) -> list[int]:
     """Tokens that end an answer: the tokenizer's and the model's own."""
     own = getattr(getattr(unwrapped(model), "generation_config", None), "eos_token_id", None)
     stops = [tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from lowmem.answers import stop_tokens
 from lowmem.errors import UserError
 from lowmem.loaded import load_run
 
@@ -17,6 +18,8 @@ try:
     from lm_eval.models.huggingface import HFLM  # type: ignore[import-untyped, import-not-found]
 except ImportError as error:
     raise UserError(f"lm-evaluation-harness is not installed ({error}); pip install 'lowmem[eval]'") from error
+except AttributeError as error:  # an old one asks transformers 5 for classes that it no longer has
+    raise UserError(f"this lm-evaluation-harness is too old ({error}); pip install -U 'lowmem[eval]'") from error
 
 
 @register_model("lowmem")  # type: ignore[untyped-decorator]
@@ -46,6 +49,8 @@ class LowmemLM(HFLM):  # type: ignore[misc]
             return super()._model_call(*arguments, **options)
 
     def _model_generate(self, *arguments: Any, **options: Any) -> Any:
+        # The harness would go by the model's config alone, where a tokenizer may name another end of an answer.
+        options.setdefault("eos_token_id", stop_tokens(self.loaded.model, self.loaded.tokenizer))
         with self.loaded.inference():
             return super()._model_generate(*arguments, **options)
 

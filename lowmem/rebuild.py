@@ -102,7 +102,9 @@ def _with_adapter(base: nn.Module, folder: Path, dtype: str | None) -> nn.Module
             model: nn.Module = PeftModel.from_pretrained(base, str(folder), is_trainable=True)  # type: ignore[arg-type]
             raise_trainable_dtype(model, dtype)
             state = load_file(file)
-            set_peft_model_state_dict(model, state)  # once more: modules in 16 bits had rounded what they were given
+            set_peft_model_state_dict(
+                model, dict(state)
+            )  # once more: modules in 16 bits had rounded what they were given
             wanted = get_peft_model_state_dict(model, save_embedding_layers=False)
     except SafetensorError as error:
         raise UserError(f"{file}: the file is damaged ({error})") from error

@@ -114,7 +114,7 @@ def outcome(out: Path) -> dict[str, Any]:
     found["result"] = {
         k: run.result.get(k) for k in ("train_loss", "eval_loss", "steps", "tokens", "notices", "stopped")
     }
-    varying = ("seconds", "tokens_per_second", "eval_seconds", "path")
+    varying = ("seconds", "tokens_per_second", "eval_seconds", "path", "rss_bytes")
     lines = [{k: v for k, v in line.items() if k not in varying} for line in run.metrics()]
     found["curves"] = [line for line in lines if line["event"] != "save"]  # a kill may come between a save and its line
     found["folder"] = sorted(p.name for p in out.iterdir())

@@ -32,6 +32,7 @@ from lowmem import (
     Packing,
     PureBF16,
     Quantization,
+    RetryOnOOM,
     Trainer,
     UserError,
     durable,
@@ -60,6 +61,7 @@ SETS = {
     "packing": [Packing(), GradientAccumulation(), ChunkedCrossEntropy(chunk_size=8), GradientCheckpointing()],
     "autocast": [MixedPrecision(), GradientClipping(max_norm=0.5)],
     "paged": [AdamW8bit(paged=True)],
+    "retry_on_oom": [RetryOnOOM(), GradientAccumulation(steps=2)],
     "compile": [Compile(backend="aot_eager")],
     "quickstart": [
         Quantization(), LoRA(r=4, lora_dropout=0.1), GradientCheckpointing(), GradientAccumulation(), MixedPrecision(),

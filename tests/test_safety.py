@@ -473,7 +473,7 @@ def with_losses(folder: Path | None, *series: float, resume: bool = False, steps
 def test_a_run_ends_when_the_loss_no_longer_falls(series, settings, end):
     trainer = with_losses(None, *series, **settings)
     assert trainer.run.global_step == end
-    assert ("stopped" in trainer.result) == (end < 9)
+    assert (trainer.result["stopped"] is not None) == (end < 9)
     if end < 9:
         assert trainer.result["stopped"].startswith("early stopping: eval_loss has not fallen")
 
@@ -502,7 +502,7 @@ def test_the_step_that_ends_a_run_is_saved(tmp_path):
 
 def test_patience_survives_a_resume(tmp_path):
     first = with_losses(tmp_path / "run", 3, 2, 2.5, steps=3)
-    assert "stopped" not in first.result
+    assert first.result["stopped"] is None
     second = with_losses(tmp_path / "run", 2.4, resume=True, steps=9)
     assert second.run.global_step == 4
     assert "lowest is 2 at step 2" in second.result["stopped"]

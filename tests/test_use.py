@@ -132,8 +132,8 @@ def test_the_loss_is_the_trainers(name):
     expected = trainer.evaluate()
     loaded = around(make_llama(), None, *STRATEGIES[name]())
     result = evaluate(loaded, rows(9, seed=3))
-    assert math.isclose(result["eval_loss"], expected["eval_loss"], rel_tol=1e-3 if "16" in name else 2e-6 if
-                        "auto" not in name and name != "all" else 1e-3)  # fmt: skip
+    tolerance = 2e-6 if name in ("none", "chunked", "packing and accumulation") else 1e-3  # 16 bits round otherwise
+    assert math.isclose(result["eval_loss"], expected["eval_loss"], rel_tol=tolerance)
     assert result["eval_tokens"] == expected["eval_tokens"]
     weighted = [{**row, "loss_weights": [i % 3 + 0.5 for i in range(len(row["labels"]))]} for row in rows(9, seed=3)]
     result = evaluate(loaded, weighted)
@@ -165,7 +165,7 @@ def test_c701_the_logits_of_all_tokens_never_exist(strategies):
 
 
 def test_a_head_that_is_no_plain_linear_layer_falls_back_and_says_so():
-    trainer = Trainer(make_llama(), rows(), training=numbers(learning_rate=0.05),
+    trainer = Trainer(make_llama(), rows(), training=numbers(learning_rate=0.05, max_steps=2),
                       strategies=[LoRA(r=2, target_modules=["lm_head", "q_proj"])])  # fmt: skip
     trainer.train()
     loaded = around(trainer.model)
@@ -244,11 +244,14 @@ def talker(tmp_path_factory) -> Path:
     tokenizer = byte_tokenizer(CHAT + PROMPT)
     tokenizer.save_pretrained(folder / "base")
     (folder / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in TALKS), encoding="utf-8")
+    longer = [
+        {"messages": [{"role": "system", "content": "s"}, *row["messages"], *TALKS[0]["messages"]]} for row in TALKS
+    ]
     trainer = Trainer(
         str(folder / "base"),
-        TALKS,
-        training=numbers(max_steps=40, learning_rate=2e-2, output_dir=str(folder / "out"), max_length=128),
-        strategies=[LoRA(r=8), MixedPrecision()],
+        [*TALKS, *longer],
+        training=numbers(max_steps=50, learning_rate=1e-2, output_dir=str(folder / "out"), max_length=128),
+        strategies=[MixedPrecision()],
         data=DataConfig(exact_match=str(folder / "held_out.jsonl")),
     )
     trainer.train()
