@@ -212,6 +212,7 @@ class Bookkeeping:
             source.notices += resume.set_aside(self.folder, record["step"])
             resume.trim_metrics(self.folder / "metrics.jsonl", record["step"])
             self.last_save = path
+            self._rotate(self.folder)  # which a kill may have prevented
         for notice in source.notices:
             self.trainer.run.notice(notice)
 
@@ -280,11 +281,14 @@ class Bookkeeping:
         path = folder / f"checkpoint-{step:06d}"
         self.trainer.save_checkpoint(path)
         self.last_save = path
+        self._rotate(folder)
+        self._append("save", {"step": step, "path": str(path)})
+        self.trainer.emit("save", step=step, path=str(path))
+
+    def _rotate(self, folder: Path) -> None:
         if self.numbers.save_total_limit:
             best = self._best_checkpoint(self.best) if self.best and self._tracks_best else None
             checkpoint.rotate(folder, self.numbers.save_total_limit, best)
-        self._append("save", {"step": step, "path": str(path)})
-        self.trainer.emit("save", step=step, path=str(path))
 
     @property
     def _tracks_best(self) -> bool:

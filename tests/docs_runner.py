@@ -97,7 +97,7 @@ def fill(sandbox: Path) -> None:
         "model: {name_or_path: smollm2}\ndata: {train: train.jsonl, eval: heldout.jsonl}\n"
         "training: {batch_size: 4, max_steps: 2, max_length: 256, learning_rate: 1e-3, save_steps: 1, "
         "logging_steps: 1, eval_steps: 1, output_dir: out/run}\n"
-        "strategies: {lora: {r: 4}}\n"
+        "strategies: {quantization: {}, lora: {r: 4}}\n"
     )
     (sandbox / "recipe.yaml").write_text(recipe, encoding="utf-8")
     with inside(sandbox):

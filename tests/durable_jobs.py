@@ -123,7 +123,7 @@ def outcome(out: Path) -> dict[str, Any]:
 
 def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
     """Bit for bit."""
-    assert one.keys() == other.keys()
+    assert set(one) == set(other), sorted(set(one) ^ set(other))
     for name, value in one.items():
         if isinstance(value, torch.Tensor):
             assert value.dtype == other[name].dtype, name
