@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         Packing,
         PureBF16,
         Quantization,
+        RetryOnOOM,
     )
     from lowmem.strategy import ConflictError, Stage, Strategy, Trait
     from lowmem.trainer import Trainer
@@ -57,6 +58,7 @@ _HOME = {
             "OptimizerInBackward",
             "EMA",
             "Compile",
+            "RetryOnOOM",
         ),
         "strategies",
     ),
@@ -91,6 +93,7 @@ __all__ = [  # noqa: RUF022 - the order is the reader's: the trainer, the number
     "OptimizerInBackward",
     "EMA",
     "Compile",
+    "RetryOnOOM",
     "__version__",
 ]
 

@@ -14,6 +14,7 @@ from torch import nn
 from lowmem.data import prompts_and_answers
 from lowmem.data.render import plain_prompt
 from lowmem.data.rows import Chat
+from lowmem.durable import write_text
 from lowmem.errors import UserError
 from lowmem.model import context_length, unwrapped
 from lowmem.observers import Event
@@ -100,7 +101,7 @@ class ExactMatch:
             raise UserError("data.exact_match: the resumed run has no answers_before.json, made before its first step")
         answers = self._answer(event.trainer, "before")
         if kept:
-            kept.write_text(json.dumps(answers, ensure_ascii=False, indent=1), encoding="utf-8")
+            write_text(kept, json.dumps(answers, ensure_ascii=False, indent=1))
         return answers
 
     def _answer(self, trainer: Trainer, moment: str) -> list[str]:

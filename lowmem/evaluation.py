@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from lowmem.answers import answer_all, share
+from lowmem.config import WeightedPath
 from lowmem.data import TokenizedDataset, prompts_and_answers, tokenize
 from lowmem.errors import UserError
 from lowmem.loss import IGNORE, count, next_token_cross_entropy, num_targets, shifted_targets
-from lowmem.model import call, final_softcap, head, without_head
+from lowmem.model import call, final_softcap, head, head_weights, without_head
 from lowmem.ops.scores import linear_scores, logit_scores
 from lowmem.strategy import ForwardBackward, Sample
 
@@ -23,11 +24,17 @@ if TYPE_CHECKING:
     from lowmem.loaded import LoadedRun
 
 
-def summed_loss(forward_backward: ForwardBackward, rows: TokenizedDataset, batch_size: int) -> tuple[float, float, int]:
+def summed_loss(
+    forward_backward: ForwardBackward,
+    rows: TokenizedDataset,
+    batch_size: int,
+    before_batch: Callable[[], None] = lambda: None,
+) -> tuple[float, float, int]:
     """Summed loss, loss weight and target tokens of all rows, `batch_size` rows at a time; gradients are off."""
     total, weight, targets = 0.0, 0.0, 0
     order = sorted(range(len(rows)), key=lambda row: int(rows.lengths[row]))  # like lengths pad little
     for i in range(0, len(order), batch_size):
+        before_batch()
         batch = [rows[row] for row in order[i : i + batch_size]]
         total += float(forward_backward([batch], 1.0))
         weight += count(batch)
@@ -156,8 +163,7 @@ def _score(model: nn.Module, inputs: dict[str, Tensor], plain_head: bool) -> tup
         return *logit_scores(logits, targets, weights), len(rows)
     with without_head(model):
         hidden = call(model, inputs)[:, :-1].flatten(0, 1)[rows]  # (targets, width)
-    linear = head(model)
-    return *linear_scores(hidden, linear.weight, linear.bias, targets, weights, final_softcap(model)), len(rows)
+    return *linear_scores(hidden, *head_weights(model), targets, weights, final_softcap(model)), len(rows)
 
 
 def _has_plain_head(model: nn.Module, inputs: dict[str, Tensor]) -> bool:
@@ -175,6 +181,8 @@ def _shown(source: Any) -> str:
     """A source in words."""
     if isinstance(source, str | Path):
         return str(source)
-    if isinstance(source, Sequence) and source and hasattr(source[0], "path"):
-        return ", ".join(str(part.path) for part in source)
+    if isinstance(source, WeightedPath):
+        return source.path
+    if isinstance(source, list) and source and isinstance(source[0], str | WeightedPath):
+        return ", ".join(map(_shown, source))
     return f"{len(source):,} rows" if hasattr(source, "__len__") else type(source).__name__

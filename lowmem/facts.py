@@ -60,11 +60,11 @@ def strategy_facts() -> list[dict[str, Any]]:
     """
     from lowmem.strategies import STRATEGIES
 
-    variants = {name: _variants(cls) for name, cls in STRATEGIES.items()}
+    examples = {name: variants(cls) for name, cls in STRATEGIES.items()}
     entries = []
-    for name, variant in sorted(variants.items(), key=lambda pair: (pair[1][""].stage, pair[0])):
+    for name, variant in sorted(examples.items(), key=lambda pair: (pair[1][""].stage, pair[0])):
         item = variant[""]
-        others = {other: _conflict(variant, variants[other]) for other in variants if other != name}
+        others = {other: _conflict(variant, examples[other]) for other in examples if other != name}
         entries.append(
             {
                 "name": name,
@@ -76,7 +76,7 @@ def strategy_facts() -> list[dict[str, Any]]:
                 "costs": item.costs,
                 # what it takes away itself, a partner must bring back
                 "needs": {
-                    trait.value: [other for other in variants if trait in variants[other][""].provides]
+                    trait.value: [other for other in examples if trait in examples[other][""].provides]
                     for trait in sorted(item.needs - (PLAIN_RUN - item.breaks))
                 },
                 "refuses": {other: reason for other, reason in others.items() if reason},
@@ -89,7 +89,7 @@ def _overrides(strategy: Strategy, method: str) -> bool:
     return getattr(type(strategy), method) is not getattr(Strategy, method)
 
 
-def _variants(cls: type[Strategy]) -> dict[str, Strategy]:
+def variants(cls: type[Strategy]) -> dict[str, Strategy]:
     """Instances to read declarations off: the defaults under "", and one per other choice of a setting."""
     found = {"": cls()}
     for field, hint in field_types(cls).items():

@@ -16,7 +16,7 @@ from torch import nn
 from lowmem.answers import Prompt, Sampling, fitting, generate
 from lowmem.errors import UserError
 from lowmem.fetch import WEIGHTS
-from lowmem.model import load_tokenizer
+from lowmem.loading import load_tokenizer
 from lowmem.rebuild import FORWARD, is_adapter, rebuild
 from lowmem.recipe import Recipe, load_recipe
 from lowmem.recipe_paths import native
@@ -223,10 +223,9 @@ def _load(
 def _tokenizer(recipe: Recipe, folders: Sequence[Path], weights: Path | None) -> Any:
     """The tokenizer saved beside the weights, else that of the base model."""
     for folder in folders:
-        own = (
-            load_tokenizer(replace(recipe.model, name_or_path=str(folder), revision=None)) if folder.is_dir() else None
-        )
-        if own is not None:
+        # what the recipe adds to the base model's tokenizer has been saved with it
+        saved = replace(recipe.model, name_or_path=str(folder), revision=None, add_tokens=None, chat_template=None)
+        if folder.is_dir() and (own := load_tokenizer(saved)) is not None:
             return own
     whole = weights is not None and not is_adapter(weights)
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,9 @@ from typing import Any
 from torch import nn
 
 from lowmem import checkpoint
+from lowmem.durable import DamagedError
 from lowmem.errors import UserError
+from lowmem.loading import load_tokenizer
 from lowmem.recipe import Recipe, load_recipe
 
 
@@ -72,17 +74,29 @@ class RunFolder:
             its newest checkpoint is taken.
 
         Raises:
-            UserError: there is no such checkpoint, or neither a result nor a checkpoint.
+            UserError: there is no such checkpoint, it is damaged, or there is neither a result nor a whole checkpoint.
         """
         if which is not None:
-            return self._checkpoint(str(which)), None
+            folder = self._checkpoint(str(which))
+            checkpoint.verify_checkpoint(folder)
+            return folder, None
         result, saved = self.path / "model", self.checkpoints()
         if holds_weights(result) and (self.result or not saved):
             return result, None
-        if saved:
-            return saved[-1], f"{self.path}: the run has not ended; these are the weights of {saved[-1].name}"
+        damages = []
+        for folder in reversed(saved):
+            try:
+                checkpoint.verify_checkpoint(folder)
+            except DamagedError as damage:
+                damages.append(f"{damage}; ")
+                continue
+            return (
+                folder,
+                f"{''.join(damages)}{self.path}: the run has not ended; these are the weights of {folder.name}",
+            )
         raise UserError(
-            f"{self.path.absolute()}: the run has no result (model/ is written when training ends) and no checkpoint"
+            f"{self.path.absolute()}: the run has no result (model/ is written when training ends), and no whole "
+            f"checkpoint{': ' if damages else ''}{''.join(damages).removesuffix('; ')}"
         )
 
     def load(self, which: str | int | Path | None = None, base: str | Path | None = None) -> tuple[nn.Module, Any]:
@@ -102,6 +116,12 @@ class RunFolder:
 
         loaded = load_run(self.path, which, base)
         return loaded.model, loaded.tokenizer
+
+    def base_model(self) -> nn.Module:
+        """The base model as training saw it: quantised, without adapters."""
+        from lowmem.rebuild import base_model
+
+        return base_model(self.recipe)
 
     def _checkpoint(self, which: str) -> Path:
         saved = self.checkpoints()
@@ -130,3 +150,11 @@ class RunFolder:
 def holds_weights(folder: Path) -> bool:
     """Whether weights lie there, in peft's or transformers' format."""
     return any(folder.glob("*.safetensors"))
+
+
+def load_tokenizer_of(result: Path, recipe: Recipe) -> Any:
+    """The tokenizer saved beside the result, else that of the base model."""
+    # what the recipe adds to the base model's tokenizer has been saved with it
+    saved = replace(recipe.model, name_or_path=str(result), revision=None, add_tokens=None, chat_template=None)
+    own = load_tokenizer(saved)
+    return own if own is not None else load_tokenizer(recipe.model)

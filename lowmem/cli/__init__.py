@@ -8,7 +8,9 @@ from typing import Annotated
 
 import typer
 
-from lowmem.cli import reference, use
+from lowmem.cli import convert, reference, see, use
+from lowmem.cli.data import data
+from lowmem.cli.doctor import doctor
 from lowmem.cli.train import train, with_resume_value
 from lowmem.errors import UserError
 
@@ -22,6 +24,11 @@ app = typer.Typer(
 app.add_typer(reference.recipes_app, name="recipes")
 for command in (
     train,
+    data,
+    convert.merge,
+    convert.export,
+    see.report,
+    see.compare,
     use.evaluate,
     use.generate,
     use.chat,
@@ -30,12 +37,13 @@ for command in (
     reference.schema,
     reference.dtypes,
     reference.fetch,
+    doctor,
 ):
     app.command()(command)
 
 
 def main() -> None:
-    """Entry point. Exit codes: 0 done, 2 something the user can put right, 130 interrupted, 1 anything else."""
+    """Entry point. Exit codes: 0 done, 2 something the user can put right, 130 Ctrl-C, 143 SIGTERM, 1 anything else."""
     _speak_utf8()
     _wait_politely()
     try:
