@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import random
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,13 +10,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-
-from lowmem import checkpoint, durable, resume
+from lowmem import checkpoint, durable, resume, run_log
 from lowmem.checks import SelfChecks
 from lowmem.early_stopping import EarlyStopping
-from lowmem.environment import peak_bytes, versions
+from lowmem.environment import peak_bytes, seed_everything, versions
 from lowmem.errors import UserError
 from lowmem.interrupts import CutShort
 from lowmem.json_schema import plain
@@ -63,7 +58,7 @@ class Bookkeeping:
         Raises:
             UserError: there is nothing to resume from, or another process trains in the folder.
         """
-        _seed(self.numbers.seed)
+        seed_everything(self.numbers.seed)
         self.trainer.run.stopped, self.cut_evaluation, lock = None, False, None
         wanted = Path(self.numbers.output_dir) if self.numbers.output_dir else None
         source = resume.find(resume_from, wanted) if resume_from else None
@@ -300,30 +295,12 @@ class Bookkeeping:
 
     def _append(self, kind: str, line: dict[str, Any]) -> None:
         if self.folder:
-            durable.append_line(self.folder / "metrics.jsonl", json.dumps({"event": kind, **_valid(line)}))
+            run_log.append(self.folder / "metrics.jsonl", {"event": kind, **line})
 
     def _write(self, name: str, content: dict[str, Any]) -> None:
         assert self.folder is not None
-        text = json.dumps(_valid(content), indent=1, ensure_ascii=False, default=str)
-        durable.write_text(self.folder / name, text + "\n")
-
-
-def _seed(seed: int) -> None:
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
+        run_log.write(self.folder / name, content)
 
 
 def _due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
-
-
-def _valid(value: Any) -> Any:
-    """JSON has no NaN and no infinity: they become strings."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {key: _valid(v) for key, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_valid(v) for v in value]
-    return value

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import platform
+import random
 import resource
 from importlib.metadata import PackageNotFoundError, version
 
+import numpy as np
 import torch
 
 
@@ -30,3 +32,10 @@ def peak_bytes() -> dict[str, int]:
         peak["peak_allocated_bytes"] = torch.cuda.max_memory_allocated()
         peak["peak_reserved_bytes"] = torch.cuda.max_memory_reserved()
     return peak
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch, Python's `random` and NumPy."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)

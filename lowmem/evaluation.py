@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lowmem.answers import answer_all, share
+from lowmem.config import WeightedPath
 from lowmem.data import TokenizedDataset, prompts_and_answers, tokenize
 from lowmem.errors import UserError
 from lowmem.loss import IGNORE, count, next_token_cross_entropy, num_targets, shifted_targets
@@ -24,16 +25,16 @@ if TYPE_CHECKING:
 
 
 def summed_loss(
-    forward_backward: ForwardBackward, rows: TokenizedDataset, batch_size: int, check: Callable[[], None] = lambda: None
+    forward_backward: ForwardBackward,
+    rows: TokenizedDataset,
+    batch_size: int,
+    before_batch: Callable[[], None] = lambda: None,
 ) -> tuple[float, float, int]:
-    """Summed loss, loss weight and target tokens of all rows, `batch_size` rows at a time; gradients are off.
-
-    `check` is called before every batch; what it raises cuts the evaluation short.
-    """
+    """Summed loss, loss weight and target tokens of all rows, `batch_size` rows at a time; gradients are off."""
     total, weight, targets = 0.0, 0.0, 0
     order = sorted(range(len(rows)), key=lambda row: int(rows.lengths[row]))  # like lengths pad little
     for i in range(0, len(order), batch_size):
-        check()
+        before_batch()
         batch = [rows[row] for row in order[i : i + batch_size]]
         total += float(forward_backward([batch], 1.0))
         weight += count(batch)
@@ -162,8 +163,7 @@ def _score(model: nn.Module, inputs: dict[str, Tensor], plain_head: bool) -> tup
         return *logit_scores(logits, targets, weights), len(rows)
     with without_head(model):
         hidden = call(model, inputs)[:, :-1].flatten(0, 1)[rows]  # (targets, width)
-    weight, bias = head_weights(model)
-    return *linear_scores(hidden, weight, bias, targets, weights, final_softcap(model)), len(rows)
+    return *linear_scores(hidden, *head_weights(model), targets, weights, final_softcap(model)), len(rows)
 
 
 def _has_plain_head(model: nn.Module, inputs: dict[str, Tensor]) -> bool:
@@ -181,6 +181,8 @@ def _shown(source: Any) -> str:
     """A source in words."""
     if isinstance(source, str | Path):
         return str(source)
-    if isinstance(source, Sequence) and source and hasattr(source[0], "path"):
-        return ", ".join(str(part.path) for part in source)
+    if isinstance(source, WeightedPath):
+        return source.path
+    if isinstance(source, list) and source and isinstance(source[0], str | WeightedPath):
+        return ", ".join(map(_shown, source))
     return f"{len(source):,} rows" if hasattr(source, "__len__") else type(source).__name__

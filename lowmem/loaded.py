@@ -223,15 +223,9 @@ def _load(
 def _tokenizer(recipe: Recipe, folders: Sequence[Path], weights: Path | None) -> Any:
     """The tokenizer saved beside the weights, else that of the base model."""
     for folder in folders:
-        own = (
-            load_tokenizer(
-                # what the recipe adds to the base model's tokenizer has been saved with it
-                replace(recipe.model, name_or_path=str(folder), revision=None, add_tokens=None, chat_template=None)
-            )
-            if folder.is_dir()
-            else None
-        )
-        if own is not None:
+        # what the recipe adds to the base model's tokenizer has been saved with it
+        saved = replace(recipe.model, name_or_path=str(folder), revision=None, add_tokens=None, chat_template=None)
+        if folder.is_dir() and (own := load_tokenizer(saved)) is not None:
             return own
     whole = weights is not None and not is_adapter(weights)
     try:

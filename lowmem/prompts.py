@@ -9,7 +9,6 @@ from typing import Any
 
 from lowmem.answers import Prompt
 from lowmem.config import DataConfig
-from lowmem.data.files import kind_of
 from lowmem.data.read import BadRowError, Row, read_rows
 from lowmem.data.rows import Chat, Dropped, Text, read
 from lowmem.errors import UserError
@@ -34,7 +33,7 @@ def read_prompts(source: str | Path, data: DataConfig, chat: bool) -> list[Promp
         if data.on_bad_row != "skip":
             raise error
 
-    lines = kind_of(Path(source)) == ".txt"
+    lines = str(source).lower().endswith((".txt", ".txt.gz"))
     prompts: list[Prompt] = []
     for row, where in read_rows(str(source), bad):
         try:
@@ -92,7 +91,11 @@ def _answered(row: Row) -> dict[str, Any]:
     for prompt, answer in _ANSWERS.items():
         if full.get(prompt) is not None and not full.get(answer):
             full[answer] = "-"
-    messages = full.get("messages")
-    if isinstance(messages, list) and messages and isinstance(messages[-1], Mapping):
-        full["messages"] = [*messages, {"role": "assistant", "content": "-"}]
+    for key in ("messages", "conversations"):
+        turns = full.get(key)
+        if isinstance(turns, list) and turns and isinstance(turns[-1], Mapping):
+            answer_turn = (
+                {"from": "gpt", "value": "-"} if "from" in turns[-1] else {"role": "assistant", "content": "-"}
+            )
+            full[key] = [*turns, answer_turn]
     return full

@@ -22,7 +22,7 @@ from lowmem.loading import load_model, raise_trainable_dtype
 from lowmem.recipe import Recipe
 from lowmem.run import Run, pick_device
 from lowmem.strategy import Stage, Strategy, check_slots, traits
-from lowmem.weights import grow_for
+from lowmem.weights import load_adapter
 
 # What shapes a forward pass. Recompute, compilation, updates and averages belong to training; adapters are read.
 FORWARD = (Stage.QUANTIZE, Stage.ADAPT, Stage.KERNEL, Stage.ROUNDING, Stage.PRECISION, Stage.SPLIT, Stage.PACK)
@@ -45,13 +45,7 @@ def rebuild(recipe: Recipe, weights: Path | None, named: bool) -> tuple[nn.Modul
     Raises:
         UserError: a file is damaged, does not fit, or is not there.
     """
-    ordered = sorted(recipe.strategies, key=lambda strategy: strategy.stage)
-    check_slots(ordered)
-    strategies = [strategy for strategy in ordered if strategy.stage in FORWARD]
-    run = Run(recipe.training, pick_device(None), traits(ordered)[0])
-    load = LoadConfig.of(recipe.model, run.device)
-    for strategy in strategies:
-        load = strategy.configure(load, run)
+    ordered, strategies, run, load = _prepare(recipe)
     if weights is not None and not is_adapter(weights):
         model = _whole_model(load, weights)
     else:
@@ -67,6 +61,25 @@ def rebuild(recipe: Recipe, weights: Path | None, named: bool) -> tuple[nn.Modul
         _take_averages(run, weights, averages)
     model.requires_grad_(False)
     return model, run, strategies
+
+
+def base_model(recipe: Recipe) -> nn.Module:
+    """The base model as training saw it: quantised, without adapters."""
+    _, strategies, run, load = _prepare(recipe)
+    return _base(load, strategies, run, named=False)
+
+
+def _prepare(recipe: Recipe) -> tuple[list[Strategy], list[Strategy], Run, LoadConfig]:
+    """All strategies in order, those that shape a forward pass, what they see, and how the base model is loaded."""
+    ordered = sorted(recipe.strategies, key=lambda strategy: strategy.stage)
+    check_slots(ordered)
+    strategies = [strategy for strategy in ordered if strategy.stage in FORWARD]
+    run = Run(recipe.training, pick_device(None), traits(ordered)[0])
+    load = LoadConfig.of(recipe.model, run.device)
+    for strategy in strategies:
+        if strategy.stage is not Stage.ADAPT:  # the adapter that training started from may be gone
+            load = strategy.configure(load, run)
+    return ordered, strategies, run, load
 
 
 def _base(load: LoadConfig, strategies: Sequence[Strategy], run: Run, named: bool) -> nn.Module:
@@ -90,22 +103,21 @@ def _base(load: LoadConfig, strategies: Sequence[Strategy], run: Run, named: boo
 def _with_adapter(base: nn.Module, folder: Path, dtype: str | None) -> nn.Module:
     """The adapter on its base, in the dtypes it was trained in."""
     import_bitsandbytes()  # before peft does
-    from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
     file = folder / "adapter_model.safetensors"
     if not file.is_file():
         raise UserError(f"{folder}: the adapter has no adapter_model.safetensors")
-    grow_for(base, folder)
     try:
         with warnings.catch_warnings():  # what peft warns of is an error below
             warnings.simplefilter("ignore")
-            model: nn.Module = PeftModel.from_pretrained(base, str(folder), is_trainable=True)  # type: ignore[arg-type]
+            model = load_adapter(base, folder, is_trainable=True)
             raise_trainable_dtype(model, dtype)
             state = load_file(file)
-            set_peft_model_state_dict(
-                model, dict(state)
-            )  # once more: modules in 16 bits had rounded what they were given
+            set_peft_model_state_dict(model, dict(state))  # once more: 16-bit modules had rounded what they got
             wanted = get_peft_model_state_dict(model, save_embedding_layers=False)
+    except UserError:
+        raise
     except SafetensorError as error:
         raise UserError(f"{file}: the file is damaged ({error})") from error
     except (RuntimeError, ValueError) as error:
@@ -127,7 +139,6 @@ def _whole_model(load: LoadConfig, folder: Path) -> nn.Module:
     found: Any = load_model(
         replace(
             load,
-            # tokens that the recipe adds have their rows in it
             model=replace(load.model, name_or_path=str(folder), revision=None, add_tokens=None),
             dtype=str(widest).removeprefix("torch."),
             from_pretrained={"output_loading_info": True},
