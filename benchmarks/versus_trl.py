@@ -351,7 +351,7 @@ def _real_model(arguments: argparse.Namespace, folder: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     from lowmem.config import LoadConfig, ModelConfig
-    from lowmem.model import load_model, load_model_config, load_tokenizer
+    from lowmem.loading import load_model, load_model_config, load_tokenizer
 
     named = ModelConfig(arguments.model, dtype=arguments.dtype)
     loaded = load_model(LoadConfig.of(named, "cpu"))

@@ -10,6 +10,7 @@ from lowmem.version import __version__
 if TYPE_CHECKING:
     from lowmem.config import DataConfig, ModelConfig, TrainingConfig, WeightedPath
     from lowmem.errors import UserError
+    from lowmem.loaded import load_run
     from lowmem.memory.rule_of_thumb import estimate_memory_usage
     from lowmem.observers import Event, Observer
     from lowmem.strategies import (
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
         Packing,
         PureBF16,
         Quantization,
+        RetryOnOOM,
     )
     from lowmem.strategy import ConflictError, Stage, Strategy, Trait
     from lowmem.trainer import Trainer
@@ -38,6 +40,7 @@ _HOME = {
     **dict.fromkeys(("Strategy", "Stage", "Trait", "ConflictError"), "strategy"),
     **dict.fromkeys(("Event", "Observer"), "observers"),
     "UserError": "errors",
+    "load_run": "loaded",
     "estimate_memory_usage": "memory.rule_of_thumb",
     **dict.fromkeys(
         (
@@ -55,6 +58,7 @@ _HOME = {
             "OptimizerInBackward",
             "EMA",
             "Compile",
+            "RetryOnOOM",
         ),
         "strategies",
     ),
@@ -73,6 +77,7 @@ __all__ = [  # noqa: RUF022 - the order is the reader's: the trainer, the number
     "UserError",
     "Event",
     "Observer",
+    "load_run",
     "estimate_memory_usage",
     "GradientAccumulation",
     "GradientCheckpointing",
@@ -88,6 +93,7 @@ __all__ = [  # noqa: RUF022 - the order is the reader's: the trainer, the number
     "OptimizerInBackward",
     "EMA",
     "Compile",
+    "RetryOnOOM",
     "__version__",
 ]
 

@@ -12,8 +12,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lowmem.config import TrainingConfig
+from lowmem.data import TokenizedDataset
+from lowmem.data.stream import TokenStream
+from lowmem.data.stream_cursor import StreamCursor
+from lowmem.errors import UserError
 from lowmem.loss import IGNORE
 from lowmem.strategy import Sample
+
+
+def make_cursor(rows: TokenizedDataset | TokenStream | None, training: TrainingConfig) -> Cursor | StreamCursor:
+    """What gives a run its batches, and remembers where it stands."""
+    if isinstance(rows, TokenStream):
+        return StreamCursor(rows, training.batch_size)
+    return Cursor(rows or (), training.batch_size, training.seed, training.shuffle)
 
 
 @dataclass
@@ -63,7 +75,13 @@ class Cursor:
         return {"epoch": self.epoch, "consumed": self.consumed, "rows": self.num_rows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from where `state_dict` was taken."""
+        """Go on from where `state_dict` was taken.
+
+        Raises:
+            UserError: it was taken from a stream.
+        """
+        if "taken" in state:
+            raise UserError("resume: the checkpoint was written while training on a stream; give that stream again")
         self.epoch, self.consumed = state["epoch"], state["consumed"]
 
     def _order(self) -> Tensor:

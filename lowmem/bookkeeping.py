@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import platform
-import resource
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from lowmem import checkpoint
+from lowmem import checkpoint, durable, resume, run_log
+from lowmem.checks import SelfChecks
+from lowmem.early_stopping import EarlyStopping
+from lowmem.environment import peak_bytes, seed_everything, versions
 from lowmem.errors import UserError
+from lowmem.interrupts import CutShort
 from lowmem.json_schema import plain
-from lowmem.model import unwrapped
+from lowmem.memory.flat import MemoryWatch
+from lowmem.memory.now import memory_metrics
+from lowmem.model import origin
 from lowmem.yaml_lines import dump_yaml
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class Bookkeeping:
     """Logs, evaluates and saves when due; keeps the run folder, where there is one.
 
     The folder holds `recipe.yaml` (resolved), `versions.json`, `metrics.jsonl`, `checkpoint-*`, `model/` (the result)
-    and `result.json`.
+    `result.json`, and the `lock` of the process that writes there.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -41,27 +42,46 @@ class Bookkeeping:
         self.last_log = (0.0, 0)  # seconds, tokens
         self.best: tuple[float, int] | None = None  # evaluation loss, step
         self.last_eval: tuple[int, float] | None = None  # step, evaluation loss
+        self.cut_evaluation = False  # whether a signal kept this step's evaluation from its end
+        self.last_save: Path | None = None
+        self.checks, self.memory = SelfChecks(trainer.run), MemoryWatch(trainer.run)
+        self.early = EarlyStopping(self.numbers.early_stopping_patience, self.numbers.early_stopping_threshold)
+        if self.early.patience and trainer.eval_dataset is None:
+            raise UserError("training.early_stopping_patience: counts evaluations, and there is no eval data")
 
     # -- the three moments --------------------------------------------------------------------------------------------
 
-    def open(self, resume_from: str | Path | bool | None) -> None:
-        """Make or find the run folder; restore a checkpoint.
+    @contextmanager
+    def open(self, resume_from: str | Path | bool | None) -> Iterator[None]:
+        """Make or find the run folder and lock it while the context lasts; restore a checkpoint.
 
         Raises:
-            UserError: there is nothing to resume from.
+            UserError: there is nothing to resume from, or another process trains in the folder.
         """
-        torch.manual_seed(self.numbers.seed)
+        seed_everything(self.numbers.seed)
+        self.trainer.run.stopped, self.cut_evaluation, lock = None, False, None
         wanted = Path(self.numbers.output_dir) if self.numbers.output_dir else None
-        if resume_from:
-            source = self._checkpoint(wanted, resume_from)
-            self._restore(self.trainer.load_checkpoint(source))
-            self.folder = source.parent if wanted else None
-        elif wanted:
-            self.folder = checkpoint.fresh_folder(wanted)
+        source = resume.find(resume_from, wanted) if resume_from else None
+        self.folder = source.folder if wanted and source else None
         if self.folder:
-            (self.folder / "recipe.yaml").write_text(dump_yaml(self.settings()), encoding="utf-8")
-            self._write("versions.json", versions())
-        self._report_data()
+            lock = durable.Lock(self.folder)
+        elif wanted:
+            self.folder, lock = resume.fresh_folder(wanted)
+        try:
+            if lock and lock.notice:
+                self.trainer.run.notice(lock.notice)
+            if source:
+                self._resume(source)
+            if self.folder:
+                durable.write_text(self.folder / "recipe.yaml", dump_yaml(self.settings()))
+                self._write("versions.json", versions())
+            self._report_data()
+            if self.cut_evaluation:
+                self._evaluate_unless_cut(self.trainer.run.global_step)
+            yield
+        finally:
+            if lock:
+                lock.release()
 
     def after_step(self, metrics: dict[str, Any]) -> None:
         """Log, evaluate and save when due."""
@@ -69,20 +89,30 @@ class Bookkeeping:
         if not metrics.get("skipped"):  # the loss of a step that was not taken may be infinite
             self.losses.append(metrics["loss"])
             self.loss_sum, self.loss_count = self.loss_sum + metrics["loss"], self.loss_count + 1
+        if metrics.get("nonfinite"):  # at once: the line of the interval shows its last step only
+            self._append("nonfinite", metrics)
         last = step == self.trainer.total_steps
         if _due(step, self.numbers.logging_steps) or last:
             self._log(metrics)
-        if self.trainer.eval_dataset is not None and (_due(step, self.numbers.eval_steps) or last):
-            self._evaluate(step, saved=_due(step, self.numbers.save_steps) or last)
-        if self.folder and self.numbers.save_steps and (_due(step, self.numbers.save_steps) or last):
+            self.memory.look(step)
+        evaluates, saves = self._evaluates(step), _due(step, self.numbers.save_steps) or last
+        if evaluates or saves:
+            self.checks.before_saving()
+        if evaluates:
+            self._evaluate_unless_cut(step)
+        if self.folder and self.numbers.save_steps and (saves or self.trainer.run.stopped):
             self._save(self.folder, step)
 
     def finish(self, seconds: float) -> None:
-        """Take the best weights where asked, save the result, write `result.json`."""
+        """Take the best weights where asked, save the result, write `result.json`; or leave after an interruption."""
         trainer = self.trainer
-        if self.numbers.load_best_model_at_end and self.folder and self.best:
-            trainer.load_model(self.folder / f"checkpoint-{self.best[1]:06d}")
-            self.last_eval = (self.best[1], self.best[0])
+        interrupted = trainer.interrupts.ended_the_run and trainer.run.global_step < trainer.total_steps
+        if interrupted:
+            trainer.interrupts.message = self._save_interrupted()
+        else:
+            self.checks.at_end()
+        if not interrupted and self.numbers.load_best_model_at_end and self.folder and self.best:
+            self._load_best(self.folder, *self.best)
         trainer.result.update(
             train_loss=self.loss_sum / self.loss_count if self.loss_count else None,
             steps=trainer.run.global_step,
@@ -90,19 +120,47 @@ class Bookkeeping:
             supervised_tokens=trainer.supervised_tokens,
             train_seconds=seconds,
             seed=self.numbers.seed,
+            stopped=trainer.run.stopped if trainer.run.global_step < trainer.total_steps else None,
             notices=trainer.run.all_notices,
+            **trainer.run.counters,
             **peak_bytes(),
         )
+        if trainer.train_dataset is not None:
+            trainer.result["train_data"] = trainer.train_dataset.report.as_dict()  # a stream has counted meanwhile
         if self.last_eval:
             trainer.result["eval_loss"] = self.last_eval[1]
         if self.folder:
             trainer.result["output_dir"] = str(self.folder)
-            trainer.save_model(self.folder / "model")
-        trainer.emit("finish")
+        if self.folder and not interrupted:
+            needed = sum(p.nbytes for p in trainer.run.trainable.values())
+            with durable.new_folder(self.folder / "model", needed) as partial:
+                trainer.save_model(partial)
+        if not interrupted:
+            trainer.emit("finish")
         trainer.result["seconds"] = time.perf_counter() - trainer.started
         if self.folder:
             self._write("result.json", trainer.result)
         trainer.emit("end", step=trainer.run.global_step, **trainer.result)
+
+    def _load_best(self, folder: Path, loss: float, step: int) -> None:
+        try:
+            self.trainer.load_model(folder / f"checkpoint-{step:06d}")
+            self.last_eval = (step, loss)
+        except durable.DamagedError as damage:
+            self.trainer.run.notice(f"load_best_model_at_end: {damage}; the weights of the last step are the result")
+
+    def _save_interrupted(self) -> str:
+        """Save what the run has, unless it has just been saved; what to tell the user."""
+        step, total = self.trainer.run.global_step, self.trainer.total_steps
+        where = f"interrupted at step {step} of {total}"
+        if self.folder is None:
+            return f"{where}; nothing is saved, as training.output_dir is null"
+        path = self.folder / f"checkpoint-{step:06d}"
+        if step and path != self.last_save:
+            self.checks.before_saving()
+            self._save(self.folder, step)
+        saved = f"saved {path}; go on with --resume (in Python: train(resume_from=True))"
+        return f"{where}; {saved}" if step else f"{where}; there is nothing to save yet"
 
     # -- what a checkpoint remembers ----------------------------------------------------------------------------------
 
@@ -111,14 +169,19 @@ class Bookkeeping:
         return {
             "training": asdict(self.numbers),
             "best": self.best,
+            "last_eval": self.last_eval,
+            "cut_evaluation": self.cut_evaluation,
             "losses": [self.loss_sum, self.loss_count],
+            "losses_to_log": self.losses,
+            "early_stopping": self.early.state_dict(),
+            "counters": self.trainer.run.counters,
             "versions": versions(),
         }
 
     def settings(self) -> dict[str, Any]:
         """The resolved recipe, defaults included; `lowmem train` takes it where the model has a name."""
         trainer = self.trainer
-        model = asdict(trainer.source) if trainer.source else {"name_or_path": type(unwrapped(trainer.model)).__name__}
+        model = asdict(trainer.source) if trainer.source else origin(trainer.model)
         return {
             "model": model,
             "data": plain(trainer.data),
@@ -134,8 +197,24 @@ class Bookkeeping:
                 self.trainer.result[f"{split}_data"] = dataset.report.as_dict()
                 self.trainer.emit("data", split=split, lines=dataset.report.lines())
 
+    def _resume(self, source: resume.Source) -> None:
+        if self.folder:
+            for text in durable.sweep(self.folder):
+                self.trainer.emit("status", text=f"resume: {text}")
+        path, record = resume.load(source, self.trainer.load_checkpoint)
+        self._restore(record)
+        if self.folder:
+            source.notices += resume.set_aside(self.folder, record["step"])
+            resume.trim_metrics(self.folder / "metrics.jsonl", record["step"])
+            self.last_save = path
+            self._rotate(self.folder)  # which a kill may have prevented
+        for notice in source.notices:
+            self.trainer.run.notice(notice)
+
     def _restore(self, record: dict[str, Any]) -> None:
         self.loss_sum, self.loss_count = record["losses"]
+        self.losses, self.cut_evaluation = record["losses_to_log"], record["cut_evaluation"]
+        self.last_eval = tuple(record["last_eval"]) if record["last_eval"] else None
         if (before := record["cursor"]["rows"]) != self.trainer.cursor.num_rows:
             self.trainer.run.notice(
                 f"resume: the training set had {before:,} rows and has {self.trainer.cursor.num_rows:,}; "
@@ -143,33 +222,52 @@ class Bookkeeping:
             )
         self.last_log = (0.0, self.trainer.tokens)
         self.best = tuple(record["best"]) if record["best"] else None
+        if self.folder and self.best and self._tracks_best and not self._best_checkpoint(self.best).is_dir():
+            self.trainer.run.notice(
+                f"resume: {self._best_checkpoint(self.best)}, the best, is gone; the best counts from here on"
+            )
+            self.best = None
+        self.trainer.run.counters.update(record["counters"])
+        self.early.load_state_dict(record["early_stopping"])
+        self.trainer.run.stopped = self.early.reason()
         now = asdict(self.numbers)
         for key, old in record["training"].items():
             if key in now and now[key] != old:
                 self.trainer.run.notice(f"resume: training.{key} was {old} and is {now[key]} from here on")
-
-    def _checkpoint(self, wanted: Path | None, resume_from: str | Path | bool) -> Path:
-        if resume_from is not True:
-            return Path(str(resume_from))
-        if wanted is None:
-            raise UserError("resume: training.output_dir is not set, so there is no newest checkpoint")
-        return checkpoint.newest(wanted)
 
     # -- the three duties ---------------------------------------------------------------------------------------------
 
     def _log(self, metrics: dict[str, Any]) -> None:
         seconds, tokens = metrics["seconds"] - self.last_log[0], metrics["tokens"] - self.last_log[1]
         mean = sum(self.losses) / len(self.losses) if self.losses else metrics["loss"]
-        line = {**metrics, "loss": mean, "tokens_per_second": tokens / seconds if seconds else 0.0}
+        line = {**metrics, "loss": mean, "tokens_per_second": tokens / seconds if seconds else 0.0} | memory_metrics()
         self.losses, self.last_log = [], (metrics["seconds"], metrics["tokens"])
         self._append("log", line)
         self.trainer.emit("log", **line)
 
+    def _evaluates(self, step: int) -> bool:
+        last = step == self.trainer.total_steps
+        return self.trainer.eval_dataset is not None and (_due(step, self.numbers.eval_steps) or last)
+
+    def _evaluate_unless_cut(self, step: int) -> None:
+        try:
+            self._evaluate(step, saved=_due(step, self.numbers.save_steps) or step == self.trainer.total_steps)
+            self.cut_evaluation = False
+        except CutShort:
+            self.cut_evaluation = True  # made up for when the run goes on
+
     def _evaluate(self, step: int, saved: bool) -> None:
-        line = {"step": step, **self.trainer.evaluate()}
-        loss = line["eval_loss"]
+        with self.trainer.interrupts.cuttable():
+            line = {"step": step, **self.trainer.evaluate()}
+        loss, run = line["eval_loss"], self.trainer.run
         self.last_eval = (step, loss)
-        if saved and (self.best is None or loss < self.best[0]):  # the best is a checkpoint, not only a number
+        enough = self.early.after_evaluation(loss, step)
+        if enough and step < self.trainer.total_steps:
+            run.stopped = run.stopped or enough
+        if not math.isfinite(loss):
+            run.notice(f"step {step}: the evaluation loss is {loss}, though all weights are finite; look at its rows")
+        # The best is a checkpoint, not only a number; a step that ends the run is saved.
+        elif (saved or run.stopped) and (self.best is None or loss < self.best[0]):
             self.best = (loss, step)
         self._append("evaluate", line)
         self.trainer.emit("evaluate", **line)
@@ -177,60 +275,32 @@ class Bookkeeping:
     def _save(self, folder: Path, step: int) -> None:
         path = folder / f"checkpoint-{step:06d}"
         self.trainer.save_checkpoint(path)
-        if self.numbers.save_total_limit:
-            tracked = self.best and (self.numbers.load_best_model_at_end or self.numbers.metric_for_best_model)
-            best = folder / f"checkpoint-{self.best[1]:06d}" if tracked and self.best else None
-            checkpoint.rotate(folder, self.numbers.save_total_limit, best)
+        self.last_save = path
+        self._rotate(folder)
         self._append("save", {"step": step, "path": str(path)})
         self.trainer.emit("save", step=step, path=str(path))
 
+    def _rotate(self, folder: Path) -> None:
+        if self.numbers.save_total_limit:
+            best = self._best_checkpoint(self.best) if self.best and self._tracks_best else None
+            checkpoint.rotate(folder, self.numbers.save_total_limit, best)
+
+    @property
+    def _tracks_best(self) -> bool:
+        return self.numbers.load_best_model_at_end or self.numbers.metric_for_best_model is not None
+
+    def _best_checkpoint(self, best: tuple[float, int]) -> Path:
+        assert self.folder is not None
+        return self.folder / f"checkpoint-{best[1]:06d}"
+
     def _append(self, kind: str, line: dict[str, Any]) -> None:
         if self.folder:
-            with (self.folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"event": kind, **_valid(line)}) + "\n")
+            run_log.append(self.folder / "metrics.jsonl", {"event": kind, **line})
 
     def _write(self, name: str, content: dict[str, Any]) -> None:
         assert self.folder is not None
-        partial = self.folder / f"{name}.partial"
-        partial.write_text(
-            json.dumps(_valid(content), indent=1, ensure_ascii=False, default=str) + "\n", encoding="utf-8"
-        )
-        os.replace(partial, self.folder / name)
-
-
-def versions() -> dict[str, str]:
-    """Versions of what computes."""
-    found = {name: _version(name) for name in ("lowmem", "torch", "transformers", "peft", "bitsandbytes", "datasets")}
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
-    return {**found, "python": platform.python_version(), "device": device, "threads": str(torch.get_num_threads())}
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"
-
-
-def peak_bytes() -> dict[str, int]:
-    """The most memory this process has used: resident bytes, and on CUDA what its allocator held."""
-    peak = {"peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
-    if torch.cuda.is_available():
-        peak["peak_allocated_bytes"] = torch.cuda.max_memory_allocated()
-        peak["peak_reserved_bytes"] = torch.cuda.max_memory_reserved()
-    return peak
+        run_log.write(self.folder / name, content)
 
 
 def _due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
-
-
-def _valid(value: Any) -> Any:
-    """JSON has no NaN and no infinity: they become strings."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {key: _valid(v) for key, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_valid(v) for v in value]
-    return value

@@ -1,24 +1,26 @@
-"""Checkpoints: written beside, synced, then renamed; state by parameter name; nothing is unpickled."""
+"""Checkpoints: whole or not there, with checksums; state by parameter name; nothing is unpickled."""
 
 from __future__ import annotations
 
 import json
-import os
+import random
 import re
-import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lowmem.durable import MANIFEST, DamagedError, new_folder, remove, verify
 from lowmem.errors import UserError
 from lowmem.strategy import Stage, Strategy
 from lowmem.weights import load_weights, save_weights
 
-_NAME = re.compile(r"checkpoint-(\d+)$")
+_NAME = re.compile(r"checkpoint-(\d+)")
+_AT_ONCE = 2**26  # bytes of optimizer state that are mapped into memory together
 
 
 def save(
@@ -32,30 +34,27 @@ def save(
     """Write a checkpoint so that `folder` either is whole or does not exist.
 
     Args:
-        folder: `.../checkpoint-000120`.
+        folder: `.../checkpoint-000120`; one that lies there is replaced.
         model: its trainable weights are saved (adapter files for peft).
         trainable: name -> parameter; the optimizer's state is stored under these names.
         optimizer: `state` holds every parameter that has been stepped.
         strategies: each with what it must remember and its settings.
         record: plain values: step, data cursor, scheduler, versions.
+
+    Raises:
+        UserError: the disk is full or refuses; nothing half-made is left, and other checkpoints are untouched.
     """
-    partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    save_weights(model, partial)
     states = {name: dict(optimizer.state[p]) for name, p in trainable.items() if p in optimizer.state}
-    torch.save(states, partial / "optimizer.pt")
-    torch.save({s.name: s.state_dict() for s in strategies}, partial / "strategies.pt")
-    torch.save(_rng_state(), partial / "rng.pt")
-    text = json.dumps({**record, "strategies": _described(strategies)}, indent=1, default=str)
-    (partial / "trainer.json").write_text(text, encoding="utf-8")
-    for file in partial.rglob("*"):
-        _sync(file)
-    _sync(partial)
-    if folder.exists():
-        shutil.rmtree(folder)
-    partial.rename(folder)
-    _sync(folder.parent)
+    remembered = {s.name: s.state_dict() for s in strategies}
+    needed = sum(t.nbytes for t in [*_tensors(states), *_tensors(remembered), *trainable.values()])
+    with new_folder(folder, needed, sealed=True) as partial:
+        save_weights(model, partial)
+        _save(states, partial / "optimizer.pt")
+        _save(remembered, partial / "strategies.pt")
+        _save(_rng_state(), partial / "rng.pt")
+        text = json.dumps({**record, "strategies": _described(strategies)}, indent=1, default=str)
+        (partial / "trainer.json").write_text(text, encoding="utf-8")
+    verify_checkpoint(folder, contents=False)
 
 
 def load(
@@ -68,24 +67,34 @@ def load(
     """Restore a checkpoint in place.
 
     Returns:
-        The record that was saved, and one notice for each exact strategy that has changed since.
+        The record that was saved, and notices: changed exact strategies, random states that do not fit.
 
     Raises:
-        UserError: no checkpoint there, other weights, or an approximate strategy has changed.
+        DamagedError: a file is missing or differs from the manifest; nothing was restored.
+        UserError: weights of another model, or an approximate strategy has changed.
     """
-    if not (folder / "trainer.json").is_file():
-        raise UserError(f"resume: {folder.absolute()} is no checkpoint (it has no trainer.json)")
+    verify_checkpoint(folder)
     record: dict[str, Any] = json.loads((folder / "trainer.json").read_text(encoding="utf-8"))
     notices = compare(record["strategies"], strategies)
     load_weights(model, folder)
-    states = _load(folder / "optimizer.pt")
-    for name, state in states.items():
+    for name, state in _optimizer_states(folder / "optimizer.pt"):
         if name not in trainable:
             raise UserError(f"resume: {folder} has optimizer state for {name}, which is not trainable here")
         restore_state(optimizer, trainable[name], state)
     load_strategies(folder, strategies)
-    _restore_rng(_load(folder / "rng.pt"))
-    return record, notices
+    return record, notices + _restore_rng(_load(folder / "rng.pt"))
+
+
+def verify_checkpoint(folder: Path, contents: bool = True) -> None:
+    """Compare a checkpoint with its manifest: sizes, and unless told otherwise contents.
+
+    Raises:
+        DamagedError: which file is missing or differs.
+    """
+    try:
+        verify(folder, contents)
+    except DamagedError as damage:
+        raise DamagedError(f"{folder.absolute()} is damaged: {damage}") from None
 
 
 def load_strategies(folder: Path, strategies: Sequence[Strategy]) -> None:
@@ -108,8 +117,16 @@ def restore_state(optimizer: Optimizer, parameter: nn.Parameter, state: Mapping[
         elif isinstance(live.get(key), torch.Tensor) and live[key].shape == value.shape:
             live[key].copy_(value)
         else:
-            # A step counter of torch's plain loop lives on the CPU, whatever the parameter's device.
-            live[key] = value.clone() if key == "step" else value.to(parameter.device)
+            # torch keeps its step counter on the CPU, unless the whole update is one kernel on the device.
+            here = key != "step" or _is_fused(optimizer, parameter)
+            live[key] = value.to(parameter.device if here else "cpu", copy=True)
+
+
+def _is_fused(optimizer: Optimizer, parameter: nn.Parameter) -> bool:
+    for group in optimizer.param_groups:
+        if any(p is parameter or getattr(p, "stands_for", None) is parameter for p in group["params"]):
+            return bool(group.get("fused") or group.get("capturable"))
+    return False
 
 
 def compare(before: Mapping[str, Any], strategies: Sequence[Strategy]) -> list[str]:
@@ -142,14 +159,18 @@ def compare(before: Mapping[str, Any], strategies: Sequence[Strategy]) -> list[s
 
 
 def checkpoints(run_folder: Path) -> list[Path]:
-    """The whole checkpoints of a run, oldest first."""
-    found = [p for p in run_folder.glob("checkpoint-*") if _NAME.search(p.name) and (p / "trainer.json").is_file()]
-    return sorted(found, key=step_of)
+    """The finished checkpoints of a run, oldest first."""
+    return [p for p in numbered(run_folder) if (p / MANIFEST).is_file()]
+
+
+def numbered(run_folder: Path) -> list[Path]:
+    """All folders with the name of a checkpoint, oldest first, finished or not."""
+    return sorted((p for p in run_folder.glob("checkpoint-*") if _NAME.fullmatch(p.name) and p.is_dir()), key=step_of)
 
 
 def step_of(folder: Path) -> int:
     """The optimizer step in a checkpoint's name."""
-    match = _NAME.search(folder.name)
+    match = _NAME.fullmatch(folder.name)
     assert match is not None
     return int(match.group(1))
 
@@ -160,32 +181,7 @@ def rotate(run_folder: Path, keep: int, best: Path | None) -> None:
     protected = {found[-1], best} if found else set()
     surplus = [p for p in found if p not in protected][: max(0, len(found) - keep)]
     for folder in surplus:
-        shutil.rmtree(folder)
-
-
-def fresh_folder(wanted: Path) -> Path:
-    """`wanted`, or with a number behind it where a run already lies there: nothing is overwritten."""
-    folder, number = wanted, 1
-    while folder.exists() and any(folder.iterdir()):
-        number += 1
-        folder = wanted.with_name(f"{wanted.name}-{number}")
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-def newest(wanted: Path) -> Path:
-    """The newest checkpoint of the newest run that was to be written to `wanted`.
-
-    Raises:
-        UserError: there is none.
-    """
-    runs = [
-        p for p in wanted.parent.glob(f"{wanted.name}*") if re.fullmatch(rf"{re.escape(wanted.name)}(-\d+)?", p.name)
-    ]
-    for run in sorted(runs, key=lambda p: int(p.name[len(wanted.name) + 1 :] or 1), reverse=True):
-        if found := checkpoints(run):
-            return found[-1]
-    raise UserError(f"resume: there is no checkpoint in {wanted.absolute()} (set training.save_steps to write some)")
+        remove(folder)
 
 
 def _described(strategies: Sequence[Strategy]) -> dict[str, dict[str, Any]]:
@@ -200,25 +196,67 @@ def _difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
 
 
 def _rng_state() -> dict[str, Any]:
-    state: dict[str, Any] = {"cpu": torch.get_rng_state()}
+    """torch's, python's and numpy's generators: a model's own code may draw from any of them."""
+    kind, keys, position, has_gauss, gauss = np.random.get_state()
+    state: dict[str, Any] = {
+        "cpu": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, gauss),
+    }
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state_all()
     return state
 
 
-def _restore_rng(state: Mapping[str, Any]) -> None:
+def _restore_rng(state: Mapping[str, Any]) -> list[str]:
     torch.set_rng_state(state["cpu"])
-    if torch.cuda.is_available() and len(state.get("cuda", ())) == torch.cuda.device_count():
+    random.setstate(state["python"])
+    kind, keys, position, has_gauss, gauss = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
+    here, then = torch.cuda.device_count() if torch.cuda.is_available() else 0, len(state.get("cuda", ()))
+    if here != then:
+        return [
+            f"resume: {then} CUDA devices then and {here} now: random numbers on them (dropout) are others from here on"
+        ]
+    if then:
         torch.cuda.set_rng_state_all(state["cuda"])
+    return []
+
+
+def _optimizer_states(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Parameter name -> state, memory-mapped.
+
+    Pages once read stay in memory as long as any tensor of their file lives. So the file is mapped anew every so many
+    bytes: no second copy of the whole state builds up beside the live one.
+    """
+    names, done = list(_load(path)), 0
+    while done < len(names):
+        states, mapped = _load(path), 0
+        while done < len(names) and mapped < _AT_ONCE:
+            name = names[done]
+            yield name, states[name]
+            mapped += sum(t.nbytes for t in _tensors(states.pop(name)))
+            done += 1
+        del states
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """All tensors in nested plain values."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, Iterable) and not isinstance(value, str | bytes):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _save(value: Any, path: Path) -> None:
+    # Through a Python file: given a path, torch reports a full disk without the reason.
+    with path.open("wb") as file:
+        torch.save(value, file)
 
 
 def _load(path: Path) -> Any:
     return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -6,13 +6,26 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 
+from lowmem.adapters import empty_adapters
 from lowmem.errors import UserError
 from lowmem.run import Run
 
+_UPDATES_TO_JUDGE = 10  # a tensor that has not moved by then is worth a remark
+
 
 class NonFiniteError(UserError):
-    """The loss or the gradient is NaN or infinite."""
+    """The loss, the gradient or a weight is NaN or infinite.
+
+    Args:
+        message: one line.
+        damaged: the weights in memory have been updated with it.
+    """
+
+    def __init__(self, message: str, damaged: bool = False) -> None:
+        super().__init__(message)
+        self.damaged = damaged
 
 
 def require_trainable(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -27,13 +40,32 @@ def require_trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return trainable
 
 
-def require_finite(run: Run) -> None:
-    """Stop before the weights are touched when the loss of the step is NaN or infinite.
+# -- loss and gradient ------------------------------------------------------------------------------------------------
+
+
+def require_finite(run: Run, damaged: bool = False) -> None:
+    """Stop before the weights are touched when the loss of the step or its gradient is NaN or infinite.
+
+    The gradient is looked at through its norm, which is logged as `grad_norm`: by whoever has computed it, else here.
+    Both numbers are read from the device at once.
+
+    Args:
+        run: `metrics` holds the loss.
+        damaged: the weights have been updated already.
 
     Raises:
         NonFiniteError: with the step, and what to do.
     """
-    require_finite_loss(run, run.metrics["loss"])
+    if run.device.type == "meta":
+        return
+    gradients = [p.grad for p in run.trainable.values() if p.grad is not None]
+    if gradients and "grad_norm" not in run.metrics:
+        run.log(grad_norm=get_total_norm(gradients))
+    loss, norm = _read(run.metrics["loss"], run.metrics.get("grad_norm", 0.0), run.device)
+    if math.isfinite(loss) and math.isfinite(norm):
+        return
+    what = f"the gradient's norm is {norm} (loss {loss})" if math.isfinite(loss) else f"the loss is {loss}"
+    raise NonFiniteError(f"step {run.global_step + 1}: {what}; {_DAMAGED if damaged else _UNTOUCHED}", damaged)
 
 
 def require_finite_loss(run: Run, loss: float | Tensor) -> None:
@@ -43,34 +75,105 @@ def require_finite_loss(run: Run, loss: float | Tensor) -> None:
         NonFiniteError: with the step, and what to do.
     """
     if run.device.type != "meta" and not math.isfinite(value := float(loss)):
-        raise NonFiniteError(
-            f"step {run.global_step + 1}: the loss is {value}; the weights were not updated. Lower the learning rate, "
-            "look at the rows of this batch, or resume from the last checkpoint"
-        )
+        raise NonFiniteError(f"step {run.global_step + 1}: the loss is {value}; {_UNTOUCHED}")
 
 
-def require_finite_norm(run: Run, norm: Tensor) -> None:
-    """Stop before the weights are touched when a gradient is NaN or infinite.
+_UNTOUCHED = (
+    "the weights were not updated. Lower the learning rate, look at the rows of this batch, or resume from the last "
+    "checkpoint"
+)
+_DAMAGED = (
+    "the weights were updated inside backward, before that could be known, and are damaged. The last checkpoint is "
+    "good: resume from it with a lower learning rate, or look at the rows of this batch"
+)
+
+
+def _read(loss: float | Tensor, norm: float | Tensor, device: torch.device) -> list[float]:
+    values = [torch.as_tensor(value, device=device).detach().float() for value in (loss, norm)]
+    return torch.stack(values).tolist()  # type: ignore[no-any-return]
+
+
+# -- weights ----------------------------------------------------------------------------------------------------------
+
+
+class SelfChecks:
+    """What a run looks at beside its numbers: that weights move, stay finite, and that an adapter does something."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.first_update: FirstUpdate | None = None
+
+    def begin(self) -> FirstUpdate:
+        """Take note of the weights before the first step."""
+        self.first_update = FirstUpdate(self.run)
+        return self.first_update
+
+    def before_saving(self) -> None:
+        """Before weights are evaluated or saved.
+
+        Raises:
+            NonFiniteError: a trained weight is NaN or infinite.
+            UserError: an update was made, and all adapters are empty.
+        """
+        if self.run.device.type == "meta":
+            return
+        require_finite_weights(self.run)
+        if self.first_update and self.first_update.updates and self.run.model is not None:
+            empty, number = empty_adapters(self.run.model)
+            if number and len(empty) == number:
+                raise UserError(
+                    f"step {self.run.global_step}: all {number} adapters are empty (their second matrix is still "
+                    "zero), so no gradient reaches them; nothing was saved. Two strategies do not work together "
+                    "(please report it), or the loss does not depend on the adapted layers"
+                )
+
+    def at_end(self) -> None:
+        """Before the result is saved: the same, and a notice that names tensors which never moved."""
+        self.before_saving()
+        if self.first_update and (still := self.first_update.unmoved()):
+            self.run.notice(
+                f"{len(still)} of {len(self.run.trainable)} trained tensors are as they were {self.run.global_step} "
+                f"steps ago ({', '.join(still[:3])}{', ...' if len(still) > 3 else ''}): no gradient reaches them, or "
+                "their updates are too small for their dtype"
+            )
+
+
+@torch.no_grad()
+def require_finite_weights(run: Run) -> None:
+    """Every trained weight is finite. One reduction over all of them, and one number read from the device.
 
     Raises:
-        NonFiniteError: with the step.
+        NonFiniteError: with the names.
     """
-    if run.device.type != "meta" and not math.isfinite(float(norm)):
-        raise NonFiniteError(
-            f"step {run.global_step + 1}: the gradient's norm is {float(norm)} (loss {float(run.metrics['loss'])}); "
-            "the weights were not updated. Lower the learning rate, or resume from the last checkpoint"
-        )
+    parameters = list(run.trainable.values())
+    # The largest absolute value: unlike a sum of squares, it does not overflow in 16 bits.
+    largest = torch.stack([m.float() for m in torch._foreach_norm(parameters, math.inf)])  # type: ignore[arg-type]
+    finite = largest.isfinite()
+    if bool(finite.all()):
+        return
+    bad = [name for name, good in zip(run.trainable, finite.tolist(), strict=True) if not good]
+    raise NonFiniteError(
+        f"step {run.global_step}: NaN or infinite weights in {len(bad)} trained tensors "
+        f"({', '.join(bad[:3])}{', ...' if len(bad) > 3 else ''}); nothing was saved. Lower the learning rate, and "
+        "resume from the last checkpoint, which is good",
+        damaged=True,
+    )
 
 
 class FirstUpdate:
     """After the first step with a learning rate above 0, some trainable weight must have moved.
 
     Every tensor is summed in float64 before and after; nothing is copied.
+
+    Attributes:
+        before: the sums at the start; null on the meta device.
+        updates: steps taken with a learning rate above 0.
     """
 
     def __init__(self, run: Run) -> None:
         self.run = run
         self.before: list[float] | None = None if run.device.type == "meta" else _sums(run)
+        self.updates = 0
 
     def check(self) -> None:
         """Look after a step; once a weight has moved, never again.
@@ -78,14 +181,21 @@ class FirstUpdate:
         Raises:
             UserError: the step was taken, and no weight has changed.
         """
-        if self.before is None or not self.run.metrics["learning_rate"] or self.run.metrics.get("skipped"):
+        if not self.run.metrics["learning_rate"] or self.run.metrics.get("skipped"):
             return
-        if self.before == _sums(self.run):
+        self.updates += 1
+        if self.updates == 1 and self.before is not None and self.before == _sums(self.run):
             raise UserError(
                 f"step {self.run.global_step}: no trainable weight has moved; the learning rate is too small for the "
                 "weights' dtype, no gradient reaches them, or two strategies do not work together (please report it)"
             )
-        self.before = None
+
+    def unmoved(self) -> list[str]:
+        """The tensors whose sums are still those of the start; none as long as it is too early to tell."""
+        if self.before is None or self.updates < _UPDATES_TO_JUDGE:
+            return []
+        now = _sums(self.run)
+        return [name for name, a, b in zip(self.run.trainable, self.before, now, strict=True) if a == b]
 
 
 @torch.no_grad()

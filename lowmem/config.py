@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from lowmem.errors import UserError
 
 Scheduler = Literal["linear", "cosine", "constant", "constant_with_warmup"]
+TrackerName = Literal["tensorboard", "wandb", "trackio"]
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,10 @@ class ModelConfig:
             float32 whatever stands here, unless `pure_bf16` is among the strategies.
         attn_implementation: as in transformers; null lets transformers choose.
         trust_remote_code: run modelling code that comes with the weights.
+        add_tokens: special tokens that the tokenizer gets in addition. The embedding and the head grow where they must;
+            the new rows start as the mean of the others. With lora they are trained (`modules_to_save`, or else those
+            rows alone).
+        chat_template: a Jinja template, or a file of one, in place of the tokenizer's; it is saved with the result.
     """
 
     name_or_path: str
@@ -28,19 +34,39 @@ class ModelConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     attn_implementation: str | None = None
     trust_remote_code: bool = False
+    add_tokens: list[str] | None = None
+    chat_template: str | None = None
+
+    def __post_init__(self) -> None:
+        tokens = self.add_tokens
+        if tokens is not None and (not tokens or not all(tokens) or len(set(tokens)) < len(tokens)):
+            raise UserError(f"model.add_tokens: a list of different, non-empty texts; got {tokens}")
 
 
 @dataclass(frozen=True)
 class WeightedPath:
-    """One file of several, with how often its rows count (2.0: every row twice; 0.5: every second row).
+    """One source of rows, and how it is read.
 
     Attributes:
-        path: a data file.
-        weight: passes over the file per epoch; above 0.
+        path: a data file, a folder of them, a pattern (`data/*.jsonl`), or a hub id.
+        weight: passes over its rows per epoch, above 0 (2.0: every row twice; 0.5: every second row). In a stream: rows
+            taken from it, relative to the others.
+        revision: branch, tag or commit of a hub data set; null is the default branch.
+        name: configuration of a hub data set (a language, say); null is the default one.
+        split: split of a hub data set or of a saved one; null is `train` for the hub.
+        whole_file: every file, whatever its suffix, is one document of plain text.
     """
 
     path: str
     weight: float = 1.0
+    revision: str | None = None
+    name: str | None = None
+    split: str | None = None
+    whole_file: bool = False
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.weight) and self.weight > 0):
+            raise UserError(f"a weight is a number above 0; got {self.weight} for {self.path}")
 
 
 @dataclass(frozen=True)
@@ -48,22 +74,42 @@ class DataConfig:
     """What the model learns from (recipe block `data`).
 
     Attributes:
-        train: a path (JSON, JSONL, text), a list of paths with weights, or a hub id.
+        train: a path (JSON, JSONL, CSV, TSV, Parquet, text; also .gz, folders and patterns), a hub id, one of these
+            with its settings (weight, revision, split, ...), or a list.
         eval: the same, for the evaluation loss; null evaluates nothing.
         exact_match: prompts with reference answers (chat, instruction or prompt/completion rows). The model answers
             them greedily before and after training, and the share of equal answers is reported.
-        format: how a row is read; `auto` decides by its keys.
+        format: how a row is read; `auto` decides by its keys. `preference_chosen` learns the chosen answers of
+            preference rows, which `auto` refuses.
         train_on: `completions` supervises answers only, `everything` every token. Null: completions where a row has a
             prompt, everything for plain text.
         on_bad_row: `error` stops at a row that cannot be read, `skip` counts it and goes on.
+        num_workers: processes that tokenise; 0 is this one alone. Null: this one, and after two seconds of work one per
+            CPU, at most four.
+        cache_dir: where tokenised rows of files are kept for the next run; a relative path starts from the current
+            directory. Null: `~/.cache/lowmem/tokenized`, for files of 4 MiB or more.
+        streaming: read `train` (files, hub ids) row by row while training; needs `max_steps`.
+        shuffle_buffer: rows of a stream among which the next one is drawn. Null: 1,000 with `training.shuffle`.
     """
 
-    train: str | list[str | WeightedPath] | None = None
-    eval: str | list[str | WeightedPath] | None = None
+    train: str | list[str | WeightedPath] | WeightedPath | None = None
+    eval: str | list[str | WeightedPath] | WeightedPath | None = None
     exact_match: str | None = None
-    format: Literal["auto", "messages", "instruction", "prompt_completion", "text", "tokens"] = "auto"
+    format: Literal[
+        "auto", "messages", "sharegpt", "instruction", "prompt_completion", "text", "tokens", "preference_chosen"
+    ] = "auto"
     train_on: Literal["completions", "everything"] | None = None
     on_bad_row: Literal["error", "skip"] = "error"
+    num_workers: int | None = None
+    cache_dir: str | None = None
+    streaming: bool = False
+    shuffle_buffer: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_workers is not None and self.num_workers < 0:
+            raise UserError(f"data.num_workers: a number of processes, 0 or more; got {self.num_workers}")
+        if self.shuffle_buffer is not None and self.shuffle_buffer < 2:
+            raise UserError(f"data.shuffle_buffer: a number of rows, 2 or more; got {self.shuffle_buffer}")
 
 
 @dataclass(frozen=True)
@@ -94,6 +140,13 @@ class TrainingConfig:
         save_total_limit: how many checkpoints are kept (the best and the newest always are).
         metric_for_best_model: evaluation metric that names the best checkpoint (`eval_loss`).
         load_best_model_at_end: the weights of the best checkpoint are the result of the run.
+        early_stopping_patience: evaluations in a row without a lower loss that end the run; null: it never ends so.
+        early_stopping_threshold: how much lower the evaluation loss must be than the lowest so far, to count.
+        on_nonfinite: at a loss or gradient that is NaN or infinite, `stop` ends the run, `skip` leaves the step out.
+            Both write the batch to the run folder.
+        max_nonfinite_steps: under `skip`, how many steps in a row may be left out; null means 5.
+        report_to: trackers that are shown the logged numbers: `tensorboard` (files in the run folder), `wandb`,
+            `trackio`.
     """
 
     batch_size: int = 8
@@ -116,11 +169,19 @@ class TrainingConfig:
     save_total_limit: int | None = None
     metric_for_best_model: str | None = None
     load_best_model_at_end: bool = False
+    early_stopping_patience: int | None = None
+    early_stopping_threshold: float = 0.0
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    max_nonfinite_steps: int | None = None
+    report_to: list[TrackerName] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "eval_batch_size", "logging_steps", "max_length"):
             _positive(name, getattr(self, name))
-        for name in ("max_steps", "eval_steps", "save_steps", "save_total_limit", "max_grad_norm"):
+        for name in (
+            *("max_steps", "eval_steps", "save_steps", "save_total_limit", "max_grad_norm"),
+            *("early_stopping_patience", "max_nonfinite_steps"),
+        ):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
         _positive("num_train_epochs", self.num_train_epochs)
@@ -143,6 +204,10 @@ class TrainingConfig:
         if self.save_total_limit and not self.save_steps:
             raise UserError("training.save_total_limit: has no effect without save_steps")
         self._check_best()
+        self._check_early_stopping()
+        if self.max_nonfinite_steps is not None and self.on_nonfinite != "skip":
+            raise UserError("training.max_nonfinite_steps: has no effect without on_nonfinite: skip")
+        self._check_trackers()
 
     def _check_best(self) -> None:
         wanted = self.metric_for_best_model or self.load_best_model_at_end
@@ -155,6 +220,24 @@ class TrainingConfig:
                 f"training.save_steps: {self.save_steps} is no multiple of eval_steps {self.eval_steps}; "
                 "the best checkpoint could not be told"
             )
+
+    def _check_early_stopping(self) -> None:
+        if self.early_stopping_threshold < 0:
+            raise UserError(f"training.early_stopping_threshold: not negative; got {self.early_stopping_threshold}")
+        if self.early_stopping_patience is None:
+            if self.early_stopping_threshold:
+                raise UserError("training.early_stopping_threshold: has no effect without early_stopping_patience")
+        elif not self.eval_steps:
+            raise UserError("training.early_stopping_patience: counts evaluations, so it needs eval_steps")
+
+    def _check_trackers(self) -> None:
+        known = get_args(TrackerName)
+        if isinstance(self.report_to, str) or not set(self.report_to) <= set(known):
+            raise UserError(f"training.report_to: a list of {', '.join(known)}; got {self.report_to!r}")
+        if len(set(self.report_to)) < len(self.report_to):
+            raise UserError(f"training.report_to: each tracker once; got {', '.join(self.report_to)}")
+        if "tensorboard" in self.report_to and not self.output_dir:
+            raise UserError("training.report_to: tensorboard writes into the run folder; set training.output_dir")
 
 
 @dataclass

@@ -11,6 +11,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from lowmem.memory.now import memory_now
+
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
@@ -167,16 +169,6 @@ class Console:
         self._out.print(table)
 
 
-def memory_now() -> tuple[str, int]:
-    """What the memory figure is, and its bytes: on CUDA the peak of the allocator, else the resident set."""
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
-        return "peak GPU", int(torch.cuda.max_memory_reserved())
-    import psutil
-
-    return "RSS", int(psutil.Process().memory_info().rss)
-
-
 def _facts(loss: Any, tokens_per_second: float | None) -> str:
     name, size = memory_now()
     parts = [f"loss {float(loss):.4f}"] if loss is not None else []
@@ -187,7 +179,9 @@ def _facts(loss: Any, tokens_per_second: float | None) -> str:
 
 def _summary(metrics: Mapping[str, Any]) -> str:
     seconds = metrics.get("seconds", metrics.get("train_seconds"))
-    parts = [f"done: {metrics.get('step', metrics.get('steps', '?'))} steps"]
+    parts = [
+        f"{'stopped' if metrics.get('stopped') else 'done'}: {metrics.get('step', metrics.get('steps', '?'))} steps"
+    ]
     if seconds is not None:
         parts.append(f"in {_clock(seconds)}")
     if metrics.get("train_loss") is not None:

@@ -1,4 +1,4 @@
-"""All knowledge of how a Hugging Face model is loaded and laid out."""
+"""All knowledge of how a Hugging Face model is laid out."""
 
 from __future__ import annotations
 
@@ -9,131 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from lowmem.config import LoadConfig, ModelConfig
 from lowmem.errors import UserError
-
-# what a tokenizer leaves in a folder
-_TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "merges.txt")
-
-# -- loading ----------------------------------------------------------------------------------------------------------
-
-
-def load_model(load: LoadConfig) -> nn.Module:
-    """The model a `LoadConfig` describes, on its device.
-
-    Raises:
-        UserError: it is neither a folder, nor a GGUF file, nor to be had from the hub.
-    """
-    import transformers
-    from transformers import AutoModelForCausalLM
-
-    assert load.model is not None
-    options: dict[str, Any] = dict(load.from_pretrained)
-    if load.attn_implementation:
-        options["attn_implementation"] = load.attn_implementation
-    name, gguf = _locate(load.model)
-    if gguf and hasattr(transformers, "GgufConfig"):
-        # From 5.24 on transformers keeps the file's blocks packed, in layers that can be neither trained nor saved.
-        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    with _hub_errors(load.model.name_or_path, load.attn_implementation):
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(
-            name,
-            dtype=load.dtype,
-            revision=load.model.revision or "main",
-            trust_remote_code=load.model.trust_remote_code,
-            device_map={"": load.device},
-            **gguf,
-            **options,
-        )
-    if gguf:
-        _forget_gguf(model)
-    return model
-
-
-def _forget_gguf(model: Any) -> None:
-    """The weights were unpacked; what is left of the file's format would keep transformers from saving the model."""
-    model.hf_quantizer = None
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-
-
-def load_tokenizer(config: ModelConfig) -> Any:
-    """The tokenizer that lies beside the weights; none where a folder has none (rows of token ids need none)."""
-    from transformers import AutoTokenizer
-
-    name, gguf = _locate(config)
-    if not gguf and Path(name).is_dir() and not any(any(Path(name).glob(p)) for p in _TOKENIZER_FILES):
-        return None
-    with _hub_errors(config.name_or_path):
-        return AutoTokenizer.from_pretrained(
-            name, revision=config.revision or "main", trust_remote_code=config.trust_remote_code, **gguf
-        )
-
-
-def load_model_config(config: ModelConfig) -> Any:
-    """The architecture alone (no weights are read)."""
-    from transformers import AutoConfig
-
-    name, gguf = _locate(config)
-    with _hub_errors(config.name_or_path):
-        return AutoConfig.from_pretrained(
-            name, revision=config.revision or "main", trust_remote_code=config.trust_remote_code, **gguf
-        )
-
-
-def _locate(config: ModelConfig) -> tuple[str, dict[str, str]]:
-    """What `from_pretrained` wants: a name, and for a GGUF file its folder and file name."""
-    from lowmem.fetch import resolve_model
-
-    path = Path(resolve_model(config.name_or_path))
-    if path.suffix == ".gguf":
-        if not path.is_file():
-            raise UserError(f"model.name_or_path: there is no file {path.absolute()}")
-        return str(path.parent), {"gguf_file": path.name}
-    return str(path) if path.exists() else config.name_or_path, {}
-
-
-@contextmanager
-def _hub_errors(name: str, attention: str | None = None) -> Iterator[None]:
-    """The long errors of loading as one line."""
-    try:
-        yield
-    except (ImportError, ValueError) as error:
-        text = str(error).splitlines()[0]
-        if attention and "att" in text.lower():  # a kernel that is unknown, or not there on this machine
-            raise UserError(
-                f"model.attn_implementation: {attention}: {text}; use sdpa or eager, or leave it out"
-            ) from error
-        raise UserError(f"model.name_or_path: {name}: {text}") from error
-    except SafetensorError as error:
-        raise UserError(f"model.name_or_path: {name}: a file of weights is damaged ({error})") from error
-    except OSError as error:
-        if Path(name).exists():
-            raise UserError(f"model.name_or_path: {name}: {str(error).splitlines()[0]}") from error
-        raise UserError(
-            f"model.name_or_path: {name} is no local folder or file ({Path(name).absolute()}), and the hub does not "
-            "give it: check the spelling and the connection, and for a gated model log in with `hf auth login`"
-        ) from error
-
-
-def raise_trainable_dtype(model: nn.Module, dtype: str | None) -> None:
-    """Raise 16-bit trainable weights to `dtype`, so that small updates are not rounded away.
-
-    Args:
-        model: changed in place; frozen weights keep their dtype.
-        dtype: `float32`, or null to leave all weights alone.
-    """
-    if dtype is None:
-        return
-    for parameter in model.parameters():
-        if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
-            parameter.data = parameter.data.to(getattr(torch, dtype))
-
-
-# -- layout -----------------------------------------------------------------------------------------------------------
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -158,11 +36,11 @@ def _is_layer(module: nn.Module) -> bool:
     return sum(1 for child in module.children() if any(True for _ in child.parameters())) >= 2
 
 
-def head(model: nn.Module) -> nn.Linear:
-    """The linear layer that makes logits.
+def head(model: nn.Module) -> nn.Module:
+    """The module that makes logits as a plain linear layer does; `head_weights` are its weights.
 
     Raises:
-        UserError: there is none, or it is not a plain linear layer.
+        UserError: there is none, or it does something else.
     """
     inner = unwrapped(model)
     find = getattr(inner, "get_output_embeddings", None)
@@ -170,13 +48,21 @@ def head(model: nn.Module) -> nn.Linear:
     saved = getattr(module, "modules_to_save", None)
     if saved is not None:  # peft keeps a trainable copy beside the frozen original
         module = saved[module.active_adapter]  # type: ignore[union-attr,index]
-    if module is None or type(module).forward is not nn.Linear.forward:
+    tokens = getattr(module, "token_adapter", None)  # peft trains some rows and puts them in at every pass
+    linear = module if tokens is None else tokens.base_layer
+    if linear is None or type(linear).forward is not nn.Linear.forward:
         raise UserError(
             f"{type(inner).__name__}: its head is {type(module).__name__}, not a plain linear layer; "
             "leave the head out of target_modules, or drop chunked_cross_entropy"
         )
-    assert isinstance(module, nn.Linear)
+    assert isinstance(module, nn.Module)
     return module
+
+
+def head_weights(model: nn.Module) -> tuple[Tensor, Tensor | None]:
+    """Weight (vocabulary, width) and bias (vocabulary,) of the head; gradients reach what is trained of them."""
+    module: Any = head(model)
+    return module.weight, getattr(module, "bias", None)
 
 
 @contextmanager
@@ -208,6 +94,12 @@ def final_softcap(model: nn.Module) -> float | None:
 def _text_config(model: nn.Module) -> Any:
     config: Any = getattr(unwrapped(model), "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def context_length(model: nn.Module) -> int | None:
+    """The most tokens the model takes at once, where its config says so."""
+    length = getattr(_text_config(model), "max_position_embeddings", None)
+    return int(length) if length else None
 
 
 def linears(model: nn.Module) -> dict[str, nn.Module]:
@@ -255,9 +147,85 @@ def embedding_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [m.weight for m in model.modules() if isinstance(m, nn.Embedding) and isinstance(m.weight, nn.Parameter)]
 
 
-def is_gguf(config: ModelConfig) -> bool:
-    """Whether the name leads to a GGUF file."""
-    return "gguf_file" in _locate(config)[1]
+def resize_embeddings(model: nn.Module, rows: int) -> None:
+    """Let the embedding and the head grow to `rows` rows; the new ones are the mean of the old, always the same."""
+    inner: Any = unwrapped(model)
+    old = len(inner.get_input_embeddings().weight)
+    inner.resize_token_embeddings(rows, mean_resizing=False)
+    ends = [inner.get_input_embeddings(), inner.get_output_embeddings()]
+    with torch.no_grad():
+        for tensor in {id(t): t for end in ends if end is not None for t in end.parameters(recurse=False)}.values():
+            if not tensor.is_meta:
+                tensor[old:] = mean_row(tensor[:old])
+
+
+def mean_row(rows: Tensor) -> Tensor:
+    """The mean over the first dimension, summed in float32, in the tensor's dtype."""
+    return rows.float().mean(0).to(rows.dtype)
+
+
+def extend_rows(tensor: Tensor, rows: int) -> Tensor:
+    """The rows of an embedding or head after `resize_embeddings`; those that are there stay."""
+    new = max(0, rows - len(tensor))
+    return torch.cat([tensor, mean_row(tensor).expand(new, *tensor.shape[1:])]) if new else tensor
+
+
+def add_rows_for(model: nn.Module, tokenizer: Any, tokens: list[str]) -> None:
+    """Make room for tokens that the tokenizer was given, and remember which they are (`new_token_ids`)."""
+    inner: Any = unwrapped(model)
+    if len(tokenizer) > len(inner.get_input_embeddings().weight):
+        resize_embeddings(model, len(tokenizer))
+    inner.lowmem_new_token_ids = sorted(tokenizer.convert_tokens_to_ids(tokens))
+
+
+def new_token_ids(model: nn.Module) -> list[int]:
+    """Rows of the embedding that the weights on disk know nothing of: for added tokens, or by a resize.
+
+    A model that was resized in memory is compared with the configuration it was loaded from, where that lies on this
+    machine; the hub is never asked.
+    """
+    inner: Any = unwrapped(model)
+    marked: list[int] | None = getattr(inner, "lowmem_new_token_ids", None)
+    if marked is not None:
+        return marked
+    name = getattr(getattr(inner, "config", None), "_name_or_path", None)
+    if not name or not hasattr(inner, "get_input_embeddings"):
+        return []
+    from transformers import AutoConfig
+
+    try:
+        config: Any = AutoConfig.from_pretrained(name, local_files_only=True)
+        known = config.get_text_config().vocab_size
+    except (OSError, ValueError, AttributeError):  # not here, of an unknown kind, or without a vocabulary
+        return []
+    return list(range(known, len(inner.get_input_embeddings().weight)))
+
+
+def origin(model: nn.Module) -> dict[str, Any]:
+    """What is known of where a model in memory came from, as the `model` block of a recipe: else its class."""
+    inner: Any = unwrapped(model)
+    name = getattr(getattr(inner, "config", None), "_name_or_path", None)
+    if not name:
+        return {"name_or_path": type(inner).__name__}
+    dtypes = {str(p.dtype).removeprefix("torch.") for p in embedding_parameters(inner)}
+    dtype = dtypes.pop() if len(dtypes) == 1 else "auto"
+    place = Path(name).absolute() if Path(name).exists() else name
+    return {"name_or_path": str(place), "dtype": dtype if dtype in ("float32", "bfloat16", "float16") else "auto"}
+
+
+def embedding_names(model: nn.Module) -> list[str]:
+    """Names of the embedding and of the head (where the model has a head); they may share one tensor."""
+    inner: Any = unwrapped(model)
+    ends = [inner.get_input_embeddings(), inner.get_output_embeddings()]
+    found = {id(module): name for name, module in inner.named_modules()}
+    return [found[id(end)] for end in ends if end is not None]
+
+
+def ties_embeddings(model: nn.Module) -> bool:
+    """Whether the head is the embedding."""
+    inner: Any = unwrapped(model)
+    ends = [inner.get_input_embeddings(), inner.get_output_embeddings()]
+    return ends[1] is not None and ends[0].weight is ends[1].weight
 
 
 def _linear_classes() -> tuple[type[nn.Module], ...]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 if TYPE_CHECKING:
+    from lowmem.config import TrainingConfig
     from lowmem.trainer import Trainer
 
 
@@ -19,7 +20,8 @@ class Event:
             `begin` (before the first step): step, total_steps.
             `step` (after every optimizer step): step, epoch, loss, learning_rate, tokens, supervised_tokens, seconds,
             and what strategies logged (grad_norm; loss_scale and skipped under float16).
-            `log` (every `logging_steps`): the same, with loss averaged over the interval, and tokens_per_second.
+            `log` (every `logging_steps`): the same, with loss averaged over the interval, tokens_per_second,
+            rss_bytes, and on CUDA gpu_allocated_bytes and gpu_peak_bytes.
             `evaluate`: step, eval_loss, eval_tokens, eval_seconds.
             `save`: step, path.
             `ledger` (after the second step, where it is measured): rows (category -> bytes), peak_bytes.
@@ -37,3 +39,16 @@ class Event:
 
 
 Observer: TypeAlias = Callable[[Event], None]
+
+
+def built_in_observers(training: TrainingConfig) -> list[Observer]:
+    """Those that the numbers of a run ask for: the trackers of `report_to`, and the page of a run with a folder.
+
+    Raises:
+        UserError: a tracker's package is not installed.
+    """
+    from lowmem.report.observer import ReportPage
+    from lowmem.trackers import make_tracker
+
+    page: list[Observer] = [ReportPage()] if training.output_dir else []
+    return [*map(make_tracker, training.report_to), *page]

@@ -6,7 +6,7 @@ from typing import Any
 
 from lowmem.recipe_source import Source
 from lowmem.schema import nearest
-from lowmem.yaml_lines import KeyPath, RecipeError, parse_yaml
+from lowmem.yaml_lines import KeyPath, RecipeError, dotted, parse_yaml, short
 
 _SECTIONS = ("model", "data", "training", "strategies")
 
@@ -17,7 +17,7 @@ def apply_override(source: Source, text: str) -> None:
     Raises:
         RecipeError: the text is no override, or its section is none; the message starts with it.
     """
-    origin = f"override '{text}'"
+    origin = f"override '{short(text, 200)}'"
     dotted, separator, raw = text.partition("=")
     dotted = dotted.strip()
     if not separator or not dotted:
@@ -27,7 +27,7 @@ def apply_override(source: Source, text: str) -> None:
     if section not in _SECTIONS:
         near = nearest(section, _SECTIONS)
         hint = f"did you mean {near}?" if near else f"start with one of {', '.join(_SECTIONS)}"
-        raise RecipeError(f"{origin}: unknown section {section}; {hint}")
+        raise RecipeError(f"{origin}: unknown section {short(section)}; {hint}")
     if section == "strategies" and rest:
         path: tuple[str, ...] = (section, *_split_strategy(source, rest, value))
         if len(path) == 2 and value is None:
@@ -67,7 +67,9 @@ def _take_out(source: Source, name: str, origin: str) -> None:
     present = source.tree.get("strategies")
     if not isinstance(present, dict) or name not in present:
         near = nearest(name, present or ())
-        raise RecipeError(f"{origin}: the recipe has no strategy {name}" + (f"; did you mean {near}?" if near else ""))
+        raise RecipeError(
+            f"{origin}: the recipe has no strategy {short(name)}" + (f"; did you mean {near}?" if near else "")
+        )
     del present[name]
     _forget(source, ("strategies", name))
 
@@ -80,7 +82,7 @@ def _set(source: Source, path: tuple[str, ...], value: Any, origin: str) -> None
             source.origins[path[:depth]] = origin
         node = node[key]
         if not isinstance(node, dict):
-            raise RecipeError(f"{origin}: {'.'.join(path[:depth])} holds {node}, which has no keys")
+            raise RecipeError(f"{origin}: {dotted(path[:depth])} holds {short(str(node))}, which has no keys")
     _forget(source, path)
     node[path[-1]] = value
     source.origins[path] = origin

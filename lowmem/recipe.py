@@ -25,7 +25,7 @@ from lowmem.recipe_paths import find_recipe
 from lowmem.recipe_source import Source
 from lowmem.schema import InvalidValueError, build, field_types, nearest, shown, unknown_key
 from lowmem.strategy import Strategy
-from lowmem.yaml_lines import RecipeError, dump_yaml, parse_yaml
+from lowmem.yaml_lines import RecipeError, dump_yaml, parse_yaml, short
 
 __all__ = ["Recipe", "RecipeError", "find_recipe", "json_schema", "load_recipe"]
 
@@ -69,7 +69,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, check_files:
         path: a file, or the name of a shipped recipe (`quickstart`).
         overrides: `section.key=value`, the value being YAML: `training.learning_rate=1e-4`, `strategies.lora.r=8`,
             `strategies.packing={}`. `strategies.NAME=null` takes a strategy out.
-        check_files: a data file that is not there is an error.
+        check_files: a data file, or the model's, that is not there is an error.
 
     Raises:
         RecipeError: one line with file, line and key (or the override), what is wrong and what is accepted.
@@ -80,6 +80,19 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, check_files:
     source = Source(str(file), {} if document.value is None else document.value, origins)
     if not isinstance(source.tree, dict):
         raise RecipeError(f"{file}:1: a recipe is a mapping of {', '.join([*_BLOCKS, 'strategies'])}")
+    return _checked(source, overrides, file, check_files)
+
+
+def recipe_from_overrides(overrides: Sequence[str]) -> Recipe:
+    """A recipe without a file, from overrides alone; relative paths start from the current directory.
+
+    Raises:
+        RecipeError: as `load_recipe`.
+    """
+    return _checked(Source("overrides", {}, {}), overrides, None, True)
+
+
+def _checked(source: Source, overrides: Sequence[str], file: Path | None, check_files: bool) -> Recipe:
     for text in overrides:
         apply_override(source, text)
     for key in source.tree:
@@ -88,11 +101,13 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, check_files:
     model = _block(source, "model", ModelConfig)
     data = _block(source, "data", DataConfig)
     training = _block(source, "training", TrainingConfig)
-    strategies = _strategies(source, file.parent)
+    folder = file.parent if file else Path()
+    strategies = _strategies(source, folder)
+    recipe_paths.resolve_strategy_paths(strategies, source, folder, check_files)
     return Recipe(
-        recipe_paths.resolve_model_path(model, source, file.parent),
-        recipe_paths.resolve_data_paths(data, source, file.parent, check_files),
-        recipe_paths.resolve_output_dir(training),
+        recipe_paths.resolve_model_path(model, source, folder, check_files),
+        recipe_paths.resolve_data_paths(data, source, folder, check_files),
+        recipe_paths.resolve_output_dir(training, source),
         strategies,
         file,
     )
@@ -146,7 +161,7 @@ def _strategies(source: Source, folder: Path) -> list[Strategy]:
         return []
     if not isinstance(values, dict):
         raise source.error(("strategies",), "must be a mapping: one key per strategy, such as `lora: {r: 8}`")
-    result = []
+    result: list[Strategy] = []
     for key, settings in values.items():
         path = ("strategies", key)
         cls = _strategy_class(source, key, folder)
@@ -156,6 +171,8 @@ def _strategies(source: Source, folder: Path) -> list[Strategy]:
             off = settings is False or str(settings).lower() in ("no", "off", "none", "false")
             hint = "leave the key out to switch it off" if off else f"write `{key}: {{}}` for the defaults"
             raise source.error(path, f"must be a mapping of settings; got {shown(settings)}: {hint}")
+        if any(type(other) is cls for other in result):
+            raise source.error(path, f"{cls.__name__} stands in the recipe twice, under two import paths")
         result.append(_build(source, path, cls, settings))
     return result
 
@@ -171,8 +188,12 @@ def _strategy_class(source: Source, key: str, folder: Path) -> type[Strategy]:
         raise source.error(("strategies", key), f"unknown strategy; {hint}")
     try:
         cls = _import(key, folder)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise source.error(("strategies", key), f"cannot be imported: {error}") from error
+    except Exception as error:  # the user's own module raises what it likes
+        said = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+        raise source.error(("strategies", key), f"cannot be imported: {short(said, 300)}") from error
+    shipped = next((name for name, ours in STRATEGIES.items() if ours is cls), None)
+    if shipped:
+        raise source.error(("strategies", key), f"is one of lowmem's own; write {shipped}")
     if not (isinstance(cls, type) and issubclass(cls, Strategy)):
         raise source.error(("strategies", key), "is no subclass of lowmem.Strategy")
     if not is_dataclass(cls):

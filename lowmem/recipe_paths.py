@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import re
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import TypeAlias
 
 from lowmem.config import DataConfig, ModelConfig, TrainingConfig, WeightedPath
 from lowmem.fetch import WEIGHTS
 from lowmem.recipe_source import Source
 from lowmem.schema import nearest
-from lowmem.yaml_lines import KeyPath, RecipeError
+from lowmem.strategy import Strategy
+from lowmem.yaml_lines import KeyPath, RecipeError, short
 
 _FILE_SUFFIXES = {".json", ".jsonl", ".txt", ".md", ".csv", ".tsv", ".parquet", ".arrow", ".gguf", ".gz", ".zst"}
+_FILE_SUFFIXES |= {".jinja", ".jinja2", ".j2"}
+Files: TypeAlias = str | list[str | WeightedPath] | WeightedPath | None
 _HERE = Path(__file__).parent
 
 
@@ -54,15 +60,18 @@ def find_recipe(name_or_path: str | Path) -> Path:
     raise RecipeError(f"{name}: no recipe of that name, and no file {path.absolute()}; {hint}")
 
 
-def resolve_model_path(model: ModelConfig, source: Source, folder: Path) -> ModelConfig:
-    """A folder or GGUF file made absolute; a hub id, or an alias, is left alone.
+def resolve_model_path(model: ModelConfig, source: Source, folder: Path, check: bool) -> ModelConfig:
+    """A folder, a GGUF file and a template's file made absolute; a hub id, or an alias, is left alone.
 
     Raises:
-        RecipeError: it can only be a path, and nothing is there.
+        RecipeError: `check`, it can only be a path, and nothing is there.
     """
+    if model.chat_template and "{" not in model.chat_template:  # a file; a template in Jinja has braces
+        path = _resolve(model.chat_template, ("model", "chat_template"), source, folder, check)
+        model = replace(model, chat_template=path)
     if model.name_or_path in WEIGHTS:  # an alias is not shadowed by a folder that happens to be called the same
         return model
-    return replace(model, name_or_path=_resolve(model.name_or_path, ("model", "name_or_path"), source, folder, True))
+    return replace(model, name_or_path=_resolve(model.name_or_path, ("model", "name_or_path"), source, folder, check))
 
 
 def resolve_data_paths(data: DataConfig, source: Source, folder: Path, check: bool) -> DataConfig:
@@ -74,13 +83,13 @@ def resolve_data_paths(data: DataConfig, source: Source, folder: Path, check: bo
 
     def entry(value: str | WeightedPath, path: KeyPath) -> str | WeightedPath:
         if isinstance(value, WeightedPath):
-            return replace(value, path=_resolve(value.path, path, source, folder, check))
-        return _resolve(value, path, source, folder, check)
+            return replace(value, path=_resolve(value.path, path, source, folder, check, pattern=True))
+        return _resolve(value, path, source, folder, check, pattern=True)
 
-    def files(value: str | list[str | WeightedPath] | None, key: str) -> str | list[str | WeightedPath] | None:
+    def files(value: Files, key: str) -> Files:
         if isinstance(value, list):
             return [entry(item, ("data", key, index)) for index, item in enumerate(value)]
-        return None if value is None else _resolve(value, ("data", key), source, folder, check)
+        return None if value is None else entry(value, ("data", key))
 
     prompts = data.exact_match
     if prompts is not None:
@@ -88,11 +97,35 @@ def resolve_data_paths(data: DataConfig, source: Source, folder: Path, check: bo
     return replace(data, train=files(data.train, "train"), eval=files(data.eval, "eval"), exact_match=prompts)
 
 
-def resolve_output_dir(training: TrainingConfig) -> TrainingConfig:
-    """The run folder made absolute, from the current directory."""
+def resolve_output_dir(training: TrainingConfig, source: Source) -> TrainingConfig:
+    """The run folder made absolute, from the current directory.
+
+    Raises:
+        RecipeError: it cannot be a path.
+    """
+    key = ("training", "output_dir")
     if training.output_dir is None:
         return training
-    return replace(training, output_dir=str(native(training.output_dir).expanduser().absolute()))
+    if not training.output_dir or "\0" in training.output_dir:
+        raise source.error(key, "cannot be a path; null writes nothing")
+    try:
+        return replace(training, output_dir=str(native(training.output_dir).expanduser().absolute()))
+    except RuntimeError as error:  # a home of nobody
+        raise source.error(key, f"cannot be a path: {error}") from None
+
+
+def resolve_strategy_paths(strategies: Iterable[Strategy], source: Source, folder: Path, check: bool) -> None:
+    """Folders that strategies name (fields with the metadata `path`) made absolute.
+
+    Raises:
+        RecipeError: `check`, and it can only be a path, and nothing is there.
+    """
+    for strategy in strategies:
+        for field in fields(strategy):  # type: ignore[arg-type]
+            value = getattr(strategy, field.name) if field.metadata.get("path") else None
+            if value is not None:
+                key = ("strategies", strategy.name, field.name)
+                setattr(strategy, field.name, _resolve(value, key, source, folder, check))
 
 
 def native(text: str) -> Path:
@@ -104,14 +137,19 @@ def native(text: str) -> Path:
     return Path(text)
 
 
-def _resolve(text: str, key: KeyPath, source: Source, folder: Path, check: bool) -> str:
+def _resolve(text: str, key: KeyPath, source: Source, folder: Path, check: bool, pattern: bool = False) -> str:
     if not text:
         raise source.error(key, "is empty")
-    given = native(text).expanduser()
     typed = source.is_override(key)
-    place = Path(os.path.normpath((Path.cwd() if typed else folder.absolute()) / given))
-    if place.exists():
-        return str(place)
+    try:
+        given = native(text).expanduser()
+        place = Path(os.path.normpath((Path.cwd() if typed else folder.absolute()) / given))
+        if place.exists():
+            return str(place)
+    except (OSError, RuntimeError, ValueError) as error:  # a name too long, a home of nobody, a NUL
+        raise source.error(key, f"cannot be a path: {short(str(error), 200)}") from None
+    if pattern and glob.has_magic(text):
+        return _resolve_pattern(given, key, source, Path.cwd() if typed else folder.absolute(), check)
     if _only_a_path(text):
         start = "the current directory, for overrides" if typed else "the recipe's folder"
         if check:
@@ -123,6 +161,14 @@ def _resolve(text: str, key: KeyPath, source: Source, folder: Path, check: bool)
             key, f"no such file: {place} (there is one in the current directory; paths start from the recipe)"
         )
     return text
+
+
+def _resolve_pattern(given: Path, key: KeyPath, source: Source, start: Path, check: bool) -> str:
+    """A pattern made absolute; the folder it starts from is no pattern, whatever its name."""
+    place = os.path.normpath(given if given.is_absolute() else Path(glob.escape(str(start))) / given)
+    if check and not any(map(os.path.isfile, glob.iglob(place, recursive=True))):
+        raise source.error(key, f"no file matches {place}")
+    return place
 
 
 def _only_a_path(text: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from lowmem.yaml_lines import KeyPath, RecipeError
+from lowmem.yaml_lines import KeyPath, RecipeError, dotted
 
 
 @dataclass
@@ -25,13 +25,12 @@ class Source:
     def error(self, path: KeyPath, reason: str) -> RecipeError:
         """An error at `path`, with its origin in front."""
         origin = self.origin(path)
-        where = ".".join(map(str, path))
         # classes that check themselves name the key already
         for start in range(min(2, len(path))):
             named = str(path[start])
             if reason.startswith((f"{named}.", f"{named}:")):
                 return RecipeError(f"{origin}: {'.'.join([*map(str, path[:start]), reason])}")
-        return RecipeError(f"{origin}: {where}: {reason}")
+        return RecipeError(f"{origin}: {dotted(path)}: {reason}")
 
     def origin(self, path: KeyPath) -> str:
         """That of the nearest enclosing key that has one."""

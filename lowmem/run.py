@@ -44,6 +44,7 @@ class Run:
         global_step: optimizer steps done.
         metrics: what the current step has logged.
         stopped: why the loop ends after the current step, before its last one; null while it goes on.
+        counters: things that happened, by name, kept in `result.json` (steps skipped, passes run again).
         all_notices: one-line remarks for the user, kept in `result.json`.
     """
 
@@ -57,6 +58,7 @@ class Run:
     global_step: int = 0
     metrics: dict[str, Any] = field(default_factory=dict)
     stopped: str | None = None
+    counters: dict[str, int] = field(default_factory=dict)
     all_notices: list[str] = field(default_factory=list)
     _untold: list[str] = field(default_factory=list)
 
@@ -64,8 +66,13 @@ class Run:
         """Add to the metrics of the current step (tensors are read only when a line is written)."""
         self.metrics.update(metrics)
 
+    def count(self, name: str) -> int:
+        """One more of `name`; returns how many there were."""
+        self.counters[name] = self.counters.get(name, 0) + 1
+        return self.counters[name]
+
     def notice(self, text: str) -> None:
-        """Tell the user once that a setting could not be honoured on this device."""
+        """Tell the user once what they should know (a setting that this device cannot honour, a step left out)."""
         if text not in self.all_notices:
             self.all_notices.append(text)
             self._untold.append(text)

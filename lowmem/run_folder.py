@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,10 @@ from typing import Any
 from torch import nn
 
 from lowmem import checkpoint
-from lowmem.config import LoadConfig
+from lowmem.durable import DamagedError
 from lowmem.errors import UserError
-from lowmem.model import load_model, load_tokenizer
+from lowmem.loading import load_tokenizer
 from lowmem.recipe import Recipe, load_recipe
-from lowmem.run import Run, pick_device
-from lowmem.strategy import Stage, resolve, traits
 
 
 @dataclass(frozen=True)
@@ -52,59 +50,111 @@ class RunFolder:
         """The lines of `metrics.jsonl`, in order; a line cut off by a crash is left out."""
         file = self.path / "metrics.jsonl"
         found = []
-        for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
+        for line in file.read_bytes().splitlines() if file.is_file() else ():
             try:
-                found.append(dict(json.loads(line)))
+                value = json.loads(line)
             except ValueError:
                 continue
+            if isinstance(value, dict):
+                found.append(value)
         return found
 
     def checkpoints(self) -> list[Path]:
         """The whole checkpoints, oldest first."""
         return checkpoint.checkpoints(self.path)
 
-    def load(self) -> tuple[nn.Module, Any]:
-        """The trained model in evaluation mode, nothing trainable, and its tokenizer (None: it has none).
+    def weights(self, which: str | int | Path | None = None) -> tuple[Path, str | None]:
+        """The folder that holds the weights asked for.
 
-        A quantised base is quantised again as in training, and the adapter put on it.
+        Args:
+            which: null for the result; else a checkpoint: its step, `best`, or its folder.
+
+        Returns:
+            The folder, and a notice where it is not what `which` names: a run that has not ended has no result, so
+            its newest checkpoint is taken.
 
         Raises:
-            UserError: the run has no result, or its base model has no name.
+            UserError: there is no such checkpoint, it is damaged, or there is neither a result nor a whole checkpoint.
         """
-        result = self.path / "model"
-        if not result.is_dir():
-            raise UserError(f"{self.path}: the run has no result yet (model/ is written when training ends)")
-        tokenizer = load_tokenizer_of(result, self.recipe)
-        if not (result / "adapter_config.json").is_file():
-            from transformers import AutoModelForCausalLM
-
-            model: nn.Module = AutoModelForCausalLM.from_pretrained(
-                result, dtype="auto", device_map={"": pick_device(0)}
+        if which is not None:
+            folder = self._checkpoint(str(which))
+            checkpoint.verify_checkpoint(folder)
+            return folder, None
+        result, saved = self.path / "model", self.checkpoints()
+        if holds_weights(result) and (self.result or not saved):
+            return result, None
+        damages = []
+        for folder in reversed(saved):
+            try:
+                checkpoint.verify_checkpoint(folder)
+            except DamagedError as damage:
+                damages.append(f"{damage}; ")
+                continue
+            return (
+                folder,
+                f"{''.join(damages)}{self.path}: the run has not ended; these are the weights of {folder.name}",
             )
-        else:
-            from peft import PeftModel
+        raise UserError(
+            f"{self.path.absolute()}: the run has no result (model/ is written when training ends), and no whole "
+            f"checkpoint{': ' if damages else ''}{''.join(damages).removesuffix('; ')}"
+        )
 
-            model = PeftModel.from_pretrained(self._base(), str(result))  # type: ignore[arg-type]
-        return model.eval().requires_grad_(False), tokenizer
+    def load(self, which: str | int | Path | None = None, base: str | Path | None = None) -> tuple[nn.Module, Any]:
+        """The trained model in evaluation mode, nothing trainable, and its tokenizer (None: it has none).
 
-    def _base(self) -> nn.Module:
+        A quantised base is quantised again as in training, and the adapter put on it. `lowmem.load_run` gives the
+        same model together with the precision it was trained in.
+
+        Args:
+            which: as in `weights`.
+            base: the base model, where it has moved or was given in memory.
+
+        Raises:
+            UserError: the run has no such weights, or its base model cannot be had.
+        """
+        from lowmem.loaded import load_run
+
+        loaded = load_run(self.path, which, base)
+        return loaded.model, loaded.tokenizer
+
+    def base_model(self) -> nn.Module:
         """The base model as training saw it: quantised, without adapters."""
-        strategies = resolve(self.recipe.strategies)
-        device = pick_device(0)
-        run = Run(self.recipe.training, device, traits(strategies)[0])
-        load = LoadConfig.of(self.recipe.model, device)
-        below = [s for s in strategies if s.stage < Stage.ADAPT]
-        for strategy in below:
-            load = strategy.configure(load, run)
-        model = load_model(load)
-        for strategy in below:
-            model = strategy.wrap_model(model, run)
-        return model
+        from lowmem.rebuild import base_model
+
+        return base_model(self.recipe)
+
+    def _checkpoint(self, which: str) -> Path:
+        saved = self.checkpoints()
+        steps = {checkpoint.step_of(folder): folder for folder in saved}
+        there = f"it has {', '.join(map(str, steps))}" if steps else "it has none"
+        if which == "best":
+            which = str(self._best_step(saved))
+        if which.isdigit():
+            if int(which) not in steps:
+                raise UserError(f"{self.path}: there is no checkpoint of step {which}; {there}")
+            return steps[int(which)]
+        folder = Path(which).expanduser()
+        if not (folder / "trainer.json").is_file():
+            raise UserError(f"{folder.absolute()} is no checkpoint; name a step ({there}), best, or a folder")
+        return folder
+
+    def _best_step(self, saved: list[Path]) -> int:
+        record = json.loads((saved[-1] / "trainer.json").read_text(encoding="utf-8")) if saved else {}
+        if not record.get("best"):
+            raise UserError(
+                f"{self.path}: no checkpoint is known as the best (that takes data.eval and training.save_steps)"
+            )
+        return int(record["best"][1])
+
+
+def holds_weights(folder: Path) -> bool:
+    """Whether weights lie there, in peft's or transformers' format."""
+    return any(folder.glob("*.safetensors"))
 
 
 def load_tokenizer_of(result: Path, recipe: Recipe) -> Any:
     """The tokenizer saved beside the result, else that of the base model."""
-    from dataclasses import replace
-
-    own = load_tokenizer(replace(recipe.model, name_or_path=str(result), revision=None))
+    # what the recipe adds to the base model's tokenizer has been saved with it
+    saved = replace(recipe.model, name_or_path=str(result), revision=None, add_tokens=None, chat_template=None)
+    own = load_tokenizer(saved)
     return own if own is not None else load_tokenizer(recipe.model)

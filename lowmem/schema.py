@@ -14,11 +14,12 @@ import sys
 import types
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
+from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from lowmem.yaml_lines import SWITCH_WORDS, KeyPath, PlainText
+from lowmem.yaml_lines import SWITCH_WORDS, KeyPath, PlainText, short
 
 _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True)
 _WORDS: dict[Any, str] = {
@@ -64,8 +65,14 @@ def build(cls: type[Any], values: Mapping[str, Any]) -> Any:
         raise InvalidValueError(_blamed(cls, str(error), values), str(error)) from error
 
 
-def field_types(cls: type[Any]) -> dict[str, Any]:
+def field_types(cls: type[Any]) -> Mapping[str, Any]:
     """Field name -> type, for the fields that a user may give."""
+    key: Any = cls  # mypy holds that classes cannot be keys
+    return _field_types(key)
+
+
+@cache
+def _field_types(cls: Any) -> Mapping[str, Any]:
     result: dict[str, Any] = {}
     for field in fields(cls):
         if field.init:
@@ -73,7 +80,7 @@ def field_types(cls: type[Any]) -> dict[str, Any]:
             # one field at a time: an annotation of another field may name a type that exists for type checkers only
             holder = types.SimpleNamespace(__annotations__={field.name: field.type})
             result |= get_type_hints(holder, vars(sys.modules[owner.__module__]), include_extras=True)
-    return result
+    return types.MappingProxyType(result)
 
 
 def convert(hint: Any, value: Any) -> Any:
@@ -96,11 +103,22 @@ def convert(hint: Any, value: Any) -> Any:
         raise InvalidValueError(
             (), f'{value} is text in YAML 1.2; use null to switch it off, or "{value}" for the text'
         )
-    adapter: TypeAdapter[Any] = TypeAdapter(hint, config=_STRICT)
     try:
-        return adapter.validate_json(json.dumps(value))
+        return _adapter(hint).validate_json(json.dumps(value))
     except ValidationError:
         raise InvalidValueError((), _refusal(hint, value)) from None
+
+
+def _adapter(hint: Any) -> TypeAdapter[Any]:
+    try:
+        return _cached_adapter(hint)
+    except TypeError:  # a hint that cannot be a key, or that pydantic refuses
+        return TypeAdapter(hint, config=_STRICT)
+
+
+@cache
+def _cached_adapter(hint: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(hint, config=_STRICT)
 
 
 def unknown_key(key: str, valid: Iterable[str]) -> str:
@@ -208,6 +226,5 @@ def _advice_on_text(members: set[Any], value: str) -> str | None:
 def shown(value: Any) -> str:
     """A value for a message, as a recipe would spell it."""
     if isinstance(value, PlainText):
-        return str(value)
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+        return short(value)
+    return short(json.dumps(value, ensure_ascii=False))

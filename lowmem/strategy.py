@@ -43,6 +43,7 @@ class Stage(IntEnum):
     AVERAGE = 110  # weights are averaged after the step, but not after a skipped one
     PRECISION = 120  # autocast and loss scale: around clip and average, so that a skip skips them, too
     PARALLEL = 130  # ranks agree: outside precision, inside the split
+    RETRY = 135  # a pass that failed runs again: it sees the final list, too
     SPLIT = 140  # a batch becomes micro-batches: the ranks see the final list
     PACK = 150  # samples become rows, before they are split
 

@@ -13,16 +13,21 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from lowmem import checkpoint
+from lowmem.adapters import refuse_adapter
 from lowmem.answers import ExactMatch
-from lowmem.batches import Cursor, to_device
+from lowmem.batches import make_cursor, to_device
 from lowmem.bookkeeping import Bookkeeping
-from lowmem.checks import FirstUpdate, require_finite, require_trainable
+from lowmem.checks import require_finite, require_trainable
 from lowmem.config import DataConfig, LoadConfig, ModelConfig, TrainingConfig
 from lowmem.data import TokenizedDataset, tokenize
+from lowmem.data.stream import open_training_rows, require_length
 from lowmem.errors import UserError
+from lowmem.evaluation import summed_loss
+from lowmem.interrupts import Interrupts
+from lowmem.loading import load_model, load_tokenizer, raise_trainable_dtype
 from lowmem.loss import count, next_token_cross_entropy, num_targets
-from lowmem.model import load_model, load_tokenizer, raise_trainable_dtype
-from lowmem.observers import Event, Observer
+from lowmem.nonfinite import NonFiniteGuard
+from lowmem.observers import Event, Observer, built_in_observers
 from lowmem.run import Run, World, number, pick_device
 from lowmem.schedule import lr_lambda
 from lowmem.strategies import with_defaults
@@ -35,8 +40,9 @@ class Trainer:
 
     Args:
         model: hub id, local folder or GGUF file (a string, path or `ModelConfig`), or a module in memory.
-        train_dataset: a path (JSON, JSONL, text), a `datasets.Dataset`, or a list of dicts; rows may be tokenised.
-        eval_dataset: the same, for `evaluate`.
+        train_dataset: a path (JSON, JSONL, text), a `datasets.Dataset`, or a list of dicts; rows may be tokenised. A
+            `datasets.IterableDataset`, any iterable without a length, or a function that returns one, is a stream.
+        eval_dataset: the same, for `evaluate`, but no stream.
         tokenizer: a transformers tokenizer; by default the one beside the weights.
         training: the numbers.
         strategies: in any order; `AdamW` and, for `max_grad_norm`, `GradientClipping` are added where missing.
@@ -59,7 +65,8 @@ class Trainer:
         data: DataConfig | None = None,
     ) -> None:
         self.started = time.perf_counter()
-        self.training, self.data, self.observers = training or TrainingConfig(), data or DataConfig(), list(observers)
+        self.training, self.data = training or TrainingConfig(), data or DataConfig()
+        self.observers = [*observers, *built_in_observers(self.training)]
         self.given = list(strategies)
         self.strategies = resolve(with_defaults(self.given, self.training))
         self.device = pick_device(model)
@@ -69,10 +76,15 @@ class Trainer:
 
         named = ModelConfig(str(model)) if isinstance(model, str | Path) else model
         self.source = named if isinstance(named, ModelConfig) else None
+        refuse_adapter(self.source)
         load = self._wrap("configure", LoadConfig.of(self.source, self.device))
         self.tokenizer = load_tokenizer(self.source) if tokenizer is None and self.source else tokenizer
-        self.train_dataset = self._tokenize(train_dataset if train_dataset is not None else self.data.train)
-        self.eval_dataset = self._tokenize(eval_dataset if eval_dataset is not None else self.data.eval)
+        rows = train_dataset if train_dataset is not None else self.data.train
+        held_out = eval_dataset if eval_dataset is not None else self.data.eval
+        self.train_dataset = open_training_rows(
+            rows, self.tokenizer, self.data, self.training, evaluated=held_out is not None
+        )
+        self.eval_dataset = self._tokenize(held_out)
 
         plain = named.to(load.device) if isinstance(named, nn.Module) else load_model(load)
         self.model = self.run.model = self._wrap("wrap_model", plain)
@@ -81,18 +93,17 @@ class Trainer:
         self.loss = self._wrap("wrap_loss", next_token_cross_entropy)
         make = self._wrap("wrap_optimizer", _no_optimizer)
         self.optimizer = self.run.optimizer = make(list(self.run.trainable.values()))
-        self.forward_backward = self._wrap("wrap_forward_backward", self._forward_backward)
-        self.step = self._wrap("wrap_step", self._step)
+        guard = NonFiniteGuard(self)
+        self.forward_backward = guard.around_pass(self._wrap("wrap_forward_backward", self._forward_backward))
+        self.step = guard.around_step(self._wrap("wrap_step", self._step))
         self.inference = self._wrap("wrap_inference", self._inference)
 
-        self.cursor = Cursor(
-            self.train_dataset or (), self.training.batch_size, self.training.seed, self.training.shuffle
-        )
+        self.cursor = make_cursor(self.train_dataset, self.training)
         self.total_steps = self.cursor.total_steps(self.training.max_steps, self.training.num_train_epochs)
         self.scheduler = LambdaLR(self.optimizer, lr_lambda(self.training, self.total_steps))
         self.tokens = self.supervised_tokens = 0
         self.result: dict[str, Any] = {}
-        self.books = Bookkeeping(self)
+        self.books, self.interrupts = Bookkeeping(self), Interrupts(self.run)
 
     @classmethod
     def from_recipe(
@@ -116,17 +127,28 @@ class Trainer:
     def train(self, resume_from: str | Path | bool | None = None) -> dict[str, Any]:
         """Train to the end, and return what `result.json` says.
 
+        In the main thread, Ctrl-C and SIGTERM end the run after the step at hand: what it has is saved, where there is
+        an `output_dir`, before the exception is raised. A second one ends it at once.
+
         Args:
-            resume_from: a checkpoint folder, or true for the newest one of `output_dir`.
+            resume_from: a checkpoint folder, a run folder (its newest checkpoint), or true for the newest one of
+                `output_dir`.
 
         Raises:
             UserError: nothing to train on, a loss that is not finite, weights that do not move, a bad checkpoint.
+            KeyboardInterrupt: after Ctrl-C; the message says how to go on.
+            SystemExit: after SIGTERM, with the code 143.
         """
         if self.train_dataset is None:
             raise UserError("train: there is no train_dataset")
-        self.books.open(resume_from)
-        start, first_update = time.perf_counter(), FirstUpdate(self.run)
-        self.emit("begin", step=self.run.global_step, total_steps=self.total_steps)
+        with self.books.open(resume_from):
+            self.emit("begin", step=self.run.global_step, total_steps=self.total_steps)
+            with self.interrupts:
+                self._loop()
+        return self.result
+
+    def _loop(self) -> None:
+        start, first_update = time.perf_counter(), self.books.checks.begin()
         self.model.train()
         batches = self.cursor.batches()
         while self.run.global_step < self.total_steps and not self.run.stopped:
@@ -141,7 +163,6 @@ class Trainer:
             self._account(batch, time.perf_counter() - start)
         self.model.eval()
         self.books.finish(time.perf_counter() - start)
-        return self.result
 
     def _forward_backward(self, micro_batches: list[list[Sample]], divisor: float | Tensor) -> Tensor:
         """Mean loss of the batch; its gradient, too, while gradients are on."""
@@ -182,14 +203,11 @@ class Trainer:
         rows = self._tokenize(dataset) if dataset is not None else self.eval_dataset
         if rows is None:
             raise UserError("evaluate: there is no eval_dataset")
-        start, total, weight, targets = time.perf_counter(), 0.0, 0.0, 0
-        order = sorted(range(len(rows)), key=lambda row: int(rows.lengths[row]))  # like lengths pad little
+        start = time.perf_counter()
         with self.inference():
-            for i in range(0, len(order), self.training.eval_batch_size):
-                batch = [rows[row] for row in order[i : i + self.training.eval_batch_size]]
-                total += float(self.forward_backward([batch], 1.0))
-                weight += count(batch)
-                targets += sum(map(num_targets, batch))
+            total, weight, targets = summed_loss(
+                self.forward_backward, rows, self.training.eval_batch_size, self.interrupts.check
+            )
         loss = self.world.all_reduce(total) / self.world.all_reduce(weight)
         return {"eval_loss": loss, "eval_tokens": targets, "eval_seconds": time.perf_counter() - start}
 
@@ -227,6 +245,7 @@ class Trainer:
 
     def load_model(self, folder: Path) -> None:
         """Take the weights of a checkpoint, and what strategies keep beside them (averages); nothing else."""
+        checkpoint.verify_checkpoint(folder)
         load_weights(self.model, folder)
         checkpoint.load_strategies(folder, self.strategies)
 
@@ -250,6 +269,7 @@ class Trainer:
     def _tokenize(self, source: Any) -> TokenizedDataset | None:
         if source is None:
             return None
+        require_length(source)
         return tokenize(source, self.tokenizer, self.data, self.training.max_length)
 
 

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lowmem.errors import UserError
+from lowmem.model import embedding_names, new_token_ids, resize_embeddings, unwrapped
 
 
 def save_pretrained(model: nn.Module, tokenizer: Any, folder: Path) -> None:
     """The result of a run: an adapter in peft's format, or a whole model in transformers' format."""
     folder.mkdir(parents=True, exist_ok=True)
-    if hasattr(model, "save_pretrained"):
+    if _is_peft(model):
+        model.save_pretrained(folder, save_embedding_layers=_would_be_lost(model))  # type: ignore[operator]
+    elif hasattr(model, "save_pretrained"):
         model.save_pretrained(folder)  # type: ignore[operator]
     else:
         save_file(named_state(model), folder / "model.safetensors", metadata={"format": "pt"})
@@ -49,6 +54,69 @@ def load_weights(model: nn.Module, folder: Path) -> None:
         _copy_into(get_peft_model_state_dict(model, save_embedding_layers=False), folder / "adapter_model.safetensors")
     else:
         _copy_into(_state(model), folder / "model.safetensors")
+
+
+def load_adapter(base: nn.Module, folder: Path, *, is_trainable: bool = False) -> nn.Module:
+    """Put an adapter in peft's format on the untouched base model, which grows first where tokens were added.
+
+    Raises:
+        UserError: there is no adapter, or it belongs to another model.
+    """
+    from peft import PeftModel
+
+    if not (folder / "adapter_config.json").is_file():
+        raise UserError(f"{folder.absolute()} holds no adapter (it has no adapter_config.json)")
+    grow_for(base, folder)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")  # `merge` takes care of it
+            adapted: nn.Module = PeftModel.from_pretrained(base, str(folder), is_trainable=is_trainable)
+    except (RuntimeError, ValueError) as error:
+        raise UserError(f"{folder}: does not fit its base model: {' '.join(str(error).split())[:300]}") from error
+    return adapted
+
+
+def grow_for(base: nn.Module, folder: Path) -> None:
+    """Give the embedding of a base model the rows that an adapter was trained with."""
+    inner: Any = base
+    if (rows := vocabulary_rows(base, folder)) > len(inner.get_input_embeddings().weight):
+        resize_embeddings(base, rows)
+
+
+def vocabulary_rows(base: nn.Module, folder: Path) -> int:
+    """Rows that the embedding must have for an adapter: more than the base model's where tokens were added."""
+    config: dict[str, Any] = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    indices = config.get("trainable_token_indices") or []
+    lists = indices.values() if isinstance(indices, dict) else [indices]
+    inner: Any = unwrapped(base)
+    needed: list[int] = [len(inner.get_input_embeddings().weight), *(max(ids) + 1 for ids in lists if ids)]
+    names = {
+        f"base_model.model.{name}.{kind}" for name in embedding_names(base) for kind in ("weight", "base_layer.weight")
+    }
+    with open_safetensors(folder / "adapter_model.safetensors") as file:
+        needed += [file.get_slice(key).get_shape()[0] for key in names.intersection(file.keys())]
+    return max(needed)
+
+
+def open_safetensors(path: Path) -> Any:
+    """`safetensors.safe_open`, with an error of one line for a damaged file."""
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise UserError(
+            f"{path}: the file is damaged ({error}); take another copy, or an earlier checkpoint"
+        ) from error
+
+
+def _would_be_lost(model: nn.Module) -> bool:
+    """Whether the embedding has rows that are neither in the base model's files nor in the adapter.
+
+    peft's own "auto" would ask the hub for the base model's vocabulary.
+    """
+    ends: Any = unwrapped(model)
+    embedding = ends.get_input_embeddings() if hasattr(ends, "get_input_embeddings") else None
+    covered = hasattr(embedding, "modules_to_save") or hasattr(embedding, "token_adapter")
+    return embedding is not None and not covered and bool(new_token_ids(model))
 
 
 def named_state(model: nn.Module) -> dict[str, Tensor]:

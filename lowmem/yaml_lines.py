@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import io
+import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
-from ruamel.yaml.events import AliasEvent, CollectionEndEvent, CollectionStartEvent, DocumentStartEvent
-from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from ruamel.yaml.events import (
+    AliasEvent,
+    DocumentStartEvent,
+    MappingEndEvent,
+    MappingStartEvent,
+    NodeEvent,
+    ScalarEvent,
+    SequenceEndEvent,
+)
+from ruamel.yaml.nodes import ScalarNode
 from ruamel.yaml.representer import SafeRepresenter
 
 from lowmem.errors import UserError
@@ -22,10 +31,17 @@ SWITCH_WORDS = {"no": False, "off": False, "none": False, "n": False, "yes": Tru
 
 _MAX_DEPTH = 20  # a recipe is four levels deep; far deeper nesting only exhausts the stack
 _TAG = "tag:yaml.org,2002:"
+_UNSEEN = ("Cc", "Zl", "Zp")  # control characters, and what starts a line or a paragraph
 
 
 class RecipeError(UserError):
-    """Something is wrong in a recipe or in an override; the message starts with the file and line, or the override."""
+    """Something is wrong in a recipe or in an override; the message starts with the file and line, or the override.
+
+    It is one line: control characters that come from a recipe are spelt out, so that they cannot steer a terminal.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__("".join(c if unicodedata.category(c) not in _UNSEEN else f"\\u{ord(c):04x}" for c in message))
 
 
 class PlainText(str):
@@ -54,8 +70,7 @@ def parse_yaml(text: str, name: str) -> Document:
         RecipeError: not YAML; or an anchor, an alias, a tag, or a key given twice. `name` and the line come first.
     """
     try:
-        _refuse_indirection(text, name)
-        node = _reader().compose(io.StringIO(text))
+        return _Reading(text, name).document()
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}" if mark else ""
@@ -63,9 +78,16 @@ def parse_yaml(text: str, name: str) -> Document:
         raise RecipeError(f"{name}{line}: not valid YAML: {problem}") from None
     except YAMLError as error:
         raise RecipeError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from None
-    lines: dict[KeyPath, int] = {}
-    value = None if node is None else _Values(name, lines).of(node, ())
-    return Document(value, lines)
+
+
+def dotted(path: KeyPath) -> str:
+    """A path of keys for a message: `training.learning_rate`."""
+    return ".".join(short(str(key)) for key in path)
+
+
+def short(text: str, limit: int = 60) -> str:
+    """A text for a message, its end cut off where it is long."""
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 def dump_yaml(value: Any) -> str:
@@ -97,76 +119,95 @@ def _reader() -> Any:
     return YAML(typ="safe", pure=True)
 
 
-def _refuse_indirection(text: str, name: str) -> None:
-    depth = documents = 0
-    for event in _events(text):
-        line = event.start_mark.line + 1
-        if isinstance(event, AliasEvent) or getattr(event, "anchor", None):
-            raise RecipeError(f"{name}:{line}: anchors and aliases (& and *) are not used in recipes; write it out")
-        if getattr(event, "tag", None) and not isinstance(event, DocumentStartEvent):
-            raise RecipeError(f"{name}:{line}: tags ({event.tag}) are not used in recipes; leave it out")
-        if isinstance(event, DocumentStartEvent):
-            documents += 1
-            if documents > 1:
-                raise RecipeError(f"{name}:{line}: a recipe is one document; '---' starts a second one")
-            if event.version not in (None, (1, 2)):
-                raise RecipeError(f"{name}:{line}: recipes are YAML 1.2; drop the %YAML line")
-        if isinstance(event, CollectionStartEvent):
-            depth += 1
-            if depth > _MAX_DEPTH:
-                raise RecipeError(f"{name}:{line}: nested deeper than {_MAX_DEPTH} levels")
-        elif isinstance(event, CollectionEndEvent):
-            depth -= 1
+class _Reading:
+    """One pass over the parser's events: values, the line of every key, and what recipes do not use."""
 
-
-def _events(text: str) -> Iterator[Any]:
-    yield from _reader().parse(io.StringIO(text))
-
-
-class _Values:
-    """Turns composed nodes into values and notes the line of every key."""
-
-    def __init__(self, name: str, lines: dict[KeyPath, int]) -> None:
+    def __init__(self, text: str, name: str) -> None:
         self.name = name
-        self.lines = lines
+        self.reader = _reader()
+        self.events = self._events(text)
+        self.lines: dict[KeyPath, int] = {}
 
-    def of(self, node: Node, path: KeyPath) -> Any:
-        self.lines.setdefault(path, node.start_mark.line + 1)
-        if isinstance(node, MappingNode):
-            return self._mapping(node, path)
-        if isinstance(node, SequenceNode):
-            return [self.of(item, (*path, index)) for index, item in enumerate(node.value)]
-        assert isinstance(node, ScalarNode)
-        return self._scalar(node)
+    def _events(self, text: str) -> Iterator[Any]:
+        try:
+            yield from self.reader.parse(io.StringIO(text))
+        except (ValueError, OverflowError, LookupError, AttributeError, TypeError) as error:
+            # what the parser stumbles over, such as an escape beyond Unicode
+            raise RecipeError(f"{self.name}: not valid YAML: {error}") from None
 
-    def _mapping(self, node: MappingNode, path: KeyPath) -> dict[str, Any]:
-        result: dict[str, Any] = {}
-        for key_node, value_node in node.value:
-            line = key_node.start_mark.line + 1
-            if not isinstance(key_node, ScalarNode):
-                raise RecipeError(f"{self.name}:{line}: a key must be text")
-            key = str(key_node.value)
-            if key in result:
-                first = self.lines[(*path, key)]
-                where = ".".join(map(str, (*path, key)))
-                raise RecipeError(f"{self.name}:{line}: {where}: given twice; first on line {first}")
-            self.lines[(*path, key)] = line
-            result[key] = self.of(value_node, (*path, key))
+    def document(self) -> Document:
+        documents, value = 0, None
+        for event in self.events:
+            if isinstance(event, DocumentStartEvent):
+                documents += 1
+                if documents > 1:
+                    raise self._error(event, "a recipe is one document; '---' starts a second one")
+                if event.version not in (None, (1, 2)):
+                    raise self._error(event, "recipes are YAML 1.2; drop the %YAML line")
+            elif isinstance(event, NodeEvent):
+                value = self._value(event, ())
+        return Document(value, self.lines)
+
+    def _value(self, event: Any, path: KeyPath) -> Any:
+        self._refuse_indirection(event)
+        self.lines.setdefault(path, event.start_mark.line + 1)
+        if isinstance(event, ScalarEvent):
+            return self._scalar(event)
+        if len(path) >= _MAX_DEPTH:
+            raise self._error(event, f"nested deeper than {_MAX_DEPTH} levels")
+        return self._mapping(path) if isinstance(event, MappingStartEvent) else self._sequence(path)
+
+    def _refuse_indirection(self, event: Any) -> None:
+        if isinstance(event, AliasEvent) or event.anchor:
+            raise self._error(event, "anchors and aliases (& and *) are not used in recipes; write it out")
+        if event.tag:
+            raise self._error(event, f"tags ({event.tag}) are not used in recipes; leave it out")
+
+    def _sequence(self, path: KeyPath) -> list[Any]:
+        result: list[Any] = []
+        while not isinstance(event := next(self.events), SequenceEndEvent):
+            result.append(self._value(event, (*path, len(result))))
         return result
 
-    def _scalar(self, node: ScalarNode) -> Any:
-        text, kind = node.value, str(node.tag).removeprefix(_TAG)
+    def _mapping(self, path: KeyPath) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        while not isinstance(event := next(self.events), MappingEndEvent):
+            self._refuse_indirection(event)
+            if not isinstance(event, ScalarEvent):
+                raise self._error(event, "a key must be text")
+            key = self._text(event)
+            if key in result:
+                where = dotted((*path, key))
+                raise self._error(event, f"{where}: given twice; first on line {self.lines[(*path, key)]}")
+            self.lines[(*path, key)] = event.start_mark.line + 1
+            result[key] = self._value(next(self.events), (*path, key))
+        return result
+
+    def _scalar(self, event: Any) -> Any:
+        text = self._text(event)
+        kind = str(self.reader.resolver.resolve(ScalarNode, text, event.implicit)).removeprefix(_TAG)
         if kind == "null":
             return None
         if kind == "bool":
             return text.lower() == "true"
         if kind in ("int", "float"):
             try:
-                return _integer(text) if kind == "int" else _number(text)
+                number = _integer(text) if kind == "int" else _number(text)
             except ValueError:
-                shown = text if len(text) < 40 else f"{text[:40]}..."
-                raise RecipeError(f"{self.name}:{node.start_mark.line + 1}: not a number: {shown}") from None
-        return PlainText(text) if node.style is None else text
+                raise self._error(event, f"not a number: {short(text)}") from None
+            if kind == "int" and not -(2**63) <= number < 2**63:
+                raise self._error(event, f"a whole number has 64 bits at most; got {short(text)}")
+            return number
+        return PlainText(text) if event.style is None else text
+
+    def _text(self, event: Any) -> str:
+        text = str(event.value)
+        if any("\ud800" <= char <= "\udfff" for char in text):
+            raise self._error(event, "half a character (a lone surrogate)")
+        return text
+
+    def _error(self, event: Any, reason: str) -> RecipeError:
+        return RecipeError(f"{self.name}:{event.start_mark.line + 1}: {reason}")
 
 
 def _integer(text: str) -> int:

@@ -245,6 +245,8 @@ def test_resume_takes_a_folder_if_one_follows(tmp_path):
     assert with_resume_value(["train", "r", "--resume"]) == ["train", "r", "--resume=newest"]
     assert with_resume_value(["train", "r", "--resume", "a.b=1"]) == ["train", "r", "--resume=newest", "a.b=1"]
     assert with_resume_value(["train", "r", "--resume", place]) == ["train", "r", "--resume", place]
+    gone = str(tmp_path / "checkpoint-000007")
+    assert with_resume_value(["train", "r", "--resume", gone]) == ["train", "r", "--resume", gone]
     assert with_resume_value(["train", "--resume", "r"]) == ["train", "--resume=newest", "r"]
 
 

@@ -3,151 +3,34 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from data_helpers import (
+    CHAT,
+    PROMPT,
+    UNMARKED,
+    SlowTokenizer,
+    byte_tokenizer,
+    merging_tokenizer,
+    one,
+    supervised,
+    talk,
+    texts,
+    write,
+)
 from datasets import Dataset
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
+from tokenizers import processors
+from transformers import PreTrainedTokenizerFast
 
 from lowmem import DataConfig, UserError, WeightedPath
 from lowmem.data import TokenizedDataset, prompts_and_answers, tokenize
 from lowmem.data.read import read_rows
 from lowmem.data.render import plain_prompt
 
-SPECIALS = ("<bos>", "<eos>", "<pad>", "<u>", "<a>")
-CHAT = (
-    "{{ bos_token }}{% for m in messages %}"
-    "{% if m.role == 'assistant' %}<a>{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}"
-    "{% else %}<u>{{ m.content }}{% endif %}{% endfor %}"
-)
-PROMPT = "{% if add_generation_prompt %}<a>{% endif %}"
-UNMARKED = CHAT.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-
-
-def byte_tokenizer(template: str | None = CHAT, bos: bool = False, trim: bool = False, **names: str) -> Any:
-    """One token per byte, and the special tokens; `bos` adds a post-processor that prepends it."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    inner = Tokenizer(models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[]))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    inner.add_special_tokens([AddedToken(token, special=True) for token in SPECIALS])
-    steps: list[Any] = [processors.ByteLevel(trim_offsets=True)] if trim else []
-    if bos:
-        steps.append(
-            processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", inner.token_to_id("<bos>"))])
-        )
-    if steps:
-        inner.post_processor = processors.Sequence(steps)
-    names = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", **names}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, **names)
-    tokenizer.chat_template = template
-    return tokenizer
-
-
-def merging_tokenizer(kind: str, size: int = 400) -> Any:
-    """A small BPE that merges a space or a line break with what follows it."""
-    inner = Tokenizer(models.BPE())
-    if kind == "metaspace":
-        inner.pre_tokenizer = pre_tokenizers.Metaspace()
-        inner.decoder = decoders.Metaspace()
-        alphabet = []
-    else:
-        inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind == "regex")
-        inner.decoder = decoders.ByteLevel()
-        alphabet = pre_tokenizers.ByteLevel.alphabet()
-    lines = [f"Question: what is number {n}?\nAnswer: number {n} is blue, of course.\n" for n in range(20)]
-    trainer = trainers.BpeTrainer(
-        vocab_size=size, special_tokens=["<bos>", "<eos>"], initial_alphabet=sorted(alphabet), show_progress=False
-    )
-    inner.train_from_iterator(lines, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<bos>", eos_token="<eos>")
-
-
-class SlowTokenizer(PreTrainedTokenizer):
-    """Pairs of characters, without offsets."""
-
-    def __init__(self, **kwargs: Any):
-        super().__init__(bos_token="<bos>", eos_token="<eos>", additional_special_tokens=["<u>", "<a>"], **kwargs)
-
-    @property
-    def vocab_size(self) -> int:
-        return 1 << 17
-
-    def get_vocab(self) -> dict[str, int]:
-        return dict(self.added_tokens_encoder)
-
-    def _tokenize(self, text: str, **kwargs: Any) -> list[str]:
-        return [text[start : start + 2] for start in range(0, len(text), 2)]
-
-    def _convert_token_to_id(self, token: str) -> int:
-        return sum(ord(char) << (8 * place) for place, char in enumerate(token)) + (1 << 16)
-
-    def _convert_id_to_token(self, index: int) -> str:
-        value = index - (1 << 16)
-        return chr(value & 255) + (chr(value >> 8) if value >> 8 else "")
-
-    def convert_tokens_to_string(self, tokens: list[str]) -> str:
-        return "".join(tokens)
-
-
-def supervised(row: Any, tokenizer: Any) -> str:
-    labels = row["labels"]
-    assert (labels[labels != -100] == row["input_ids"][labels != -100]).all()
-    return str(tokenizer.decode(labels[labels != -100].tolist(), clean_up_tokenization_spaces=False))
-
-
-def talk(*contents: str | None) -> list[dict[str, Any]]:
-    return [{"role": ("user", "assistant")[n % 2], "content": content} for n, content in enumerate(contents)]
-
-
-def one(row: dict[str, Any], tokenizer: Any, max_length: int = 512, **settings: Any) -> Any:
-    dataset = tokenize([row], tokenizer, DataConfig(**settings), max_length)
-    assert len(dataset) == 1
-    return dataset[0]
-
-
-KOREAN = talk("안녕 👋🏽", "네, 반가워요 😀", "bye", "안녕히")
-KOREAN_ANSWERS = "네, 반가워요 😀<eos>안녕히<eos>"
-
-
 # masks of chats
-
-
-@pytest.mark.parametrize("trim", [False, True])
-@pytest.mark.parametrize("template", [CHAT, UNMARKED, UNMARKED + PROMPT], ids=["marks", "no marks", "prompt"])
-def test_mask_is_exact_for_multi_byte_text(template: str, trim: bool) -> None:
-    tokenizer = byte_tokenizer(template, trim=trim)
-    row = one({"messages": KOREAN}, tokenizer)
-    assert supervised(row, tokenizer) == KOREAN_ANSWERS
-    assert tokenizer.decode(row["input_ids"]) == ("<bos><u>안녕 👋🏽<a>네, 반가워요 😀<eos><u>bye<a>안녕히<eos>")
-
-
-@pytest.mark.parametrize("template", [CHAT, UNMARKED])
-def test_cutting_inside_a_character(template: str) -> None:
-    tokenizer = byte_tokenizer(template)
-    whole = one({"messages": KOREAN[:2]}, tokenizer)
-    for length in range(len(whole["input_ids"]) - 6, len(whole["input_ids"])):
-        row = one({"messages": KOREAN[:2]}, tokenizer, max_length=length)
-        for key in ("input_ids", "labels"):
-            assert row[key].tolist() == whole[key][:length].tolist()
-
-
-@pytest.mark.parametrize("template", [CHAT, UNMARKED])
-def test_labels_go_by_position_when_pad_is_eos(template: str) -> None:
-    tokenizer = byte_tokenizer(template, pad_token="<eos>")
-    row = one({"messages": talk("hi", "yes", "and?", "no, <eos> is text")}, tokenizer)
-    at_eos = row["input_ids"] == tokenizer.eos_token_id
-    assert at_eos.sum() == 3
-    assert (row["labels"][at_eos] == tokenizer.eos_token_id).all()
-    # an eos in a question is not supervised just because it is one
-    row = one({"messages": talk("a<eos>", "yes")}, tokenizer)
-    assert supervised(row, tokenizer) == "yes<eos>"
 
 
 TEMPLATES = {
@@ -255,30 +138,12 @@ def test_content_parts_are_joined() -> None:
 
 
 def test_tools_reach_the_template() -> None:
-    tokenizer = byte_tokenizer("{% if tools %}{{ tools[0].name }}{% endif %}" + CHAT)
+    tokenizer = byte_tokenizer("{% if tools %}{{ tools[0].function.name }}{% endif %}" + CHAT)
     row = {"messages": talk("q", "a"), "tools": '[{"name": "search"}]'}
     assert tokenizer.decode(one(row, tokenizer)["input_ids"]).startswith("search<bos>")
 
 
 # one BOS, one EOS
-
-
-def test_exactly_one_bos() -> None:
-    tokenizer = byte_tokenizer(bos=True)
-    rows = [
-        {"messages": talk("q", "a")},
-        {"text": "plain"},
-        {"text": "<bos>plain"},
-        {"prompt": "q ", "completion": "a"},
-        {"instruction": "q", "output": "a"},
-    ]
-    dataset = tokenize(rows, tokenizer)
-    bare = byte_tokenizer(template=None, bos=True)
-    for row in [*dataset, tokenize(rows[-1:], bare)[0]]:
-        assert row["input_ids"][0] == tokenizer.bos_token_id
-        assert (row["input_ids"] == tokenizer.bos_token_id).sum() == 1
-    # without a post-processor plain text gets none
-    assert tokenizer.bos_token_id not in one({"text": "plain"}, byte_tokenizer())["input_ids"]
 
 
 def test_exactly_one_eos() -> None:
@@ -291,22 +156,6 @@ def test_exactly_one_eos() -> None:
 
 
 # the border between prompt and answer
-
-
-@pytest.mark.parametrize("kind", ["metaspace", "bytes", "regex"])
-@pytest.mark.parametrize(
-    ("before", "after"), [(" ", "blue, of course."), ("", " blue, of course."), ("\n", "number 7"), ("", "blue")]
-)
-def test_the_answer_is_found_by_text(kind: str, before: str, after: str) -> None:
-    tokenizer = merging_tokenizer(kind)
-    prompts = [f"Question: what is number {n}?\nAnswer:{before}" for n in range(20)]
-    dataset = tokenize([{"prompt": prompt, "completion": after} for prompt in prompts], tokenizer)
-    assert len(dataset) == 20
-    for prompt, row in zip(prompts, dataset, strict=True):
-        # the decoder of a SentencePiece tokenizer leaves out the first space of a text
-        text = supervised(row, tokenizer)
-        assert text == after + "<eos>" or (kind == "metaspace" and text == after.lstrip() + "<eos>")
-        assert tokenizer.decode(row["input_ids"]) == tokenizer.decode(tokenizer(prompt + after)["input_ids"]) + "<eos>"
 
 
 def test_a_token_across_the_border_is_split() -> None:
@@ -364,65 +213,12 @@ def test_rows_without_a_token_border_are_counted(monkeypatch: pytest.MonkeyPatch
 # rows that teach nothing, and cutting
 
 
-def test_a_prompt_that_fills_the_row_is_dropped_and_counted() -> None:
-    tokenizer = byte_tokenizer(None)
-    rows = [{"prompt": "q" * n, "completion": "abc"} for n in (3, 30, 4, 16)]
-    dataset = tokenize(rows, tokenizer, max_length=16)
-    assert len(dataset) == 2
-    assert dataset.report.dropped == {"prompt fills max_length": 2}
-    assert all((row["labels"][1:] != -100).any() for row in dataset)
-    with pytest.raises(UserError, match=r"no supervised token in 2 rows.*2 prompt fills max_length.*raise max_length"):
-        tokenize([rows[1], rows[3]], tokenizer, max_length=16)
-
-
-def test_empty_and_null_rows() -> None:
-    tokenizer = byte_tokenizer()
-    good = [{"messages": talk(f"q{n}", f"a{n}")} for n in range(4)]
-    odd = [
-        {"messages": []},
-        {"messages": None},
-        {"messages": talk("q", "")},
-        {"messages": talk("q", None)},
-        {"messages": talk("q", " \n")},
-        {"messages": [{"role": "system", "content": "s"}]},
-    ]
-    dataset = tokenize([good[0], *odd, *good[1:]], tokenizer)
-    assert dataset.report.dropped == {"no messages": 2, "empty answer": 3, "no answer": 1}
-    assert [supervised(row, tokenizer) for row in dataset] == [f"a{n}<eos>" for n in range(4)]
-    assert [row["input_ids"].tolist() for row in dataset] == [
-        row["input_ids"].tolist() for row in tokenize(good, tokenizer)
-    ]
-    others = [
-        {"text": " "},
-        {"text": None},
-        {"prompt": "q", "completion": ""},
-        {"prompt": "q", "completion": None},
-        {"instruction": "q", "output": " "},
-        {"input_ids": []},
-        {"input_ids": [1]},
-        {"input_ids": [1, 2], "labels": [-100, -100]},
-    ]
-    report = tokenize([good[0], *others], tokenizer).report
-    assert report.dropped == {"empty text": 2, "empty answer": 3, "empty row": 1, "nothing to learn": 2}
-
-
 @pytest.mark.parametrize("template", [CHAT, UNMARKED, UNMARKED + PROMPT])
 def test_a_blank_turn_among_others_teaches_nothing(template: str) -> None:
     tokenizer = byte_tokenizer(template)
     row = one({"messages": talk("q", "", None, "a")}, tokenizer)
     assert supervised(row, tokenizer) == "a<eos>"
     assert tokenizer.decode(row["input_ids"]) == "<bos><u>q<a><eos><u><a>a<eos>"
-
-
-def test_no_token_is_lost_without_a_count() -> None:
-    ids = [list(range(start, start + length)) for start, length in ((10, 5), (20, 2), (30, 3), (40, 1), (50, 9))]
-    dataset = tokenize([{"input_ids": row} for row in ids], None, max_length=8)
-    assert [row["input_ids"].tolist() for row in dataset] == [ids[0], ids[1], ids[2], ids[4][:8]]
-    report = dataset.report
-    assert (report.rows_read, report.rows, report.truncated, report.longest) == (5, 4, 1, 8)
-    assert (report.tokens, report.supervised_tokens) == (18, 14)
-    assert report.dropped == {"nothing to learn": 1}
-    assert dataset.lengths.tolist() == [5, 2, 3, 8]
 
 
 def test_batches_keep_the_order_of_rows() -> None:
@@ -527,45 +323,6 @@ def test_bad_token_rows(row: dict[str, Any], message: str) -> None:
 # files
 
 
-def write(path: Path, rows: list[Any]) -> str:
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    return str(path)
-
-
-def texts(source: Any) -> list[str]:
-    return [row["text"] for row, _ in read_rows(source)]
-
-
-def test_types_that_change_late(tmp_path: Path) -> None:
-    rows: list[dict[str, Any]] = [{"text": f"t{n}", "system": None, "id": n} for n in range(2900)]
-    rows += [{"text": f"t{n}", "system": f"s{n}", "id": str(n), "extra": [n]} for n in range(2900, 3000)]
-    path = write(tmp_path / "late.jsonl", rows)
-    assert [dict(row) for row, _ in read_rows(path)] == rows
-    assert len(tokenize(path, byte_tokenizer())) == 3000
-    late = [{"instruction": "q", "output": "a", "system": row["system"]} for row in rows]
-    dataset = tokenize(write(tmp_path / "system.jsonl", late), byte_tokenizer())
-    assert len(dataset) == 3000
-    assert byte_tokenizer().decode(dataset[-1]["input_ids"]) == "<bos><u>s2999<u>q<a>a<eos>"
-
-
-def test_broken_and_blank_lines(tmp_path: Path) -> None:
-    path = tmp_path / "broken.jsonl"
-    good = [json.dumps({"text": f"t{n}"}) for n in range(5)]
-    path.write_text("\n".join([*good[:2], "", *good[2:4], '{"text": "cut', good[4]]), encoding="utf-8")
-    tokenizer = byte_tokenizer()
-    with pytest.raises(UserError, match=r"broken\.jsonl:6: not JSON"):
-        tokenize(path, tokenizer)
-    report = tokenize(path, tokenizer, DataConfig(on_bad_row="skip")).report
-    assert (report.rows, report.rows_read, report.dropped) == (5, 6, {"not JSON": 1})
-    path.write_text("[1]\n".join(good[:1]) + '\n3\n{"text": 5}\n', encoding="utf-8")
-    report = tokenize(path, tokenizer, DataConfig(on_bad_row="skip")).report
-    assert report.dropped == {"not an object": 1, "wrong type": 1}
-    # a paragraph separator or a carriage return inside a line is no line break
-    path.write_bytes('{"text": "a\u2028b"}\r\n{"text":\r"c"}\r\nx'.encode())
-    with pytest.raises(UserError, match=r"broken\.jsonl:3: not JSON"):
-        list(read_rows(path))
-
-
 def test_kinds_of_files(tmp_path: Path) -> None:
     rows = [{"text": "하나"}, {"text": "둘"}]
     path = tmp_path / "data.json"
@@ -580,36 +337,6 @@ def test_kinds_of_files(tmp_path: Path) -> None:
     plain = tmp_path / "data.txt"
     plain.write_bytes("\ufeff하나 \r\n\r\n  \n둘".encode())
     assert list(read_rows(plain)) == [({"text": "하나 "}, f"{plain}:1"), ({"text": "둘"}, f"{plain}:4")]
-
-
-def test_a_file_in_another_encoding(tmp_path: Path) -> None:
-    for name in ("cp949.jsonl", "cp949.txt", "cp949.json"):
-        path = tmp_path / name
-        row = '{"text": "안녕하세요"}'
-        path.write_bytes((f"[\n{row}]" if name.endswith("json") else f'{{"text": "a"}}\n{row}\n').encode("cp949"))
-        with pytest.raises(UserError, match=rf"{name}:2: the file is not UTF-8"):
-            tokenize(path, byte_tokenizer(), DataConfig(on_bad_row="skip"))
-
-
-def test_the_locale_does_not_matter(tmp_path: Path) -> None:
-    path = write(tmp_path / "한국어.jsonl", [{"messages": KOREAN}])
-    tokenizer = byte_tokenizer()
-    tokenizer.save_pretrained(tmp_path / "tok")
-    code = (
-        "import sys; from transformers import PreTrainedTokenizerFast; from lowmem.data import tokenize\n"
-        "d = tokenize(sys.argv[1], PreTrainedTokenizerFast.from_pretrained(sys.argv[2]))\n"
-        "print(d[0]['input_ids'].tolist(), d[0]['labels'].tolist())"
-    )
-    env = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code, path, str(tmp_path / "tok")],
-        env=env,
-        cwd=Path(__file__).parent.parent,
-        capture_output=True,
-        check=True,
-    )
-    row = tokenize(path, tokenizer)[0]
-    assert done.stdout.decode().strip() == f"{row['input_ids'].tolist()} {row['labels'].tolist()}"
 
 
 def test_half_a_character_is_a_bad_row(tmp_path: Path) -> None:

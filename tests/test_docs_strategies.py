@@ -421,16 +421,18 @@ def test_the_printed_loop_is_the_loop():
 def test_run_folder_holds_what_the_page_says(own_strategy):
     from lowmem import LoRA, Trainer
 
-    def files(heading: str, skip: str) -> set[str]:
+    def files(heading: str, *skip: str) -> set[str]:
         named = (words(row[0]) for row in table(section(HOW, heading)))
-        return {name.rstrip("/") for names in named for name in names} - {skip}
+        return {name.rstrip("/") for names in named for name in names} - set(skip)
 
     numbers = {"batch_size": 4, "max_steps": 1, "learning_rate": 1e-3, "save_steps": 1, "logging_steps": 1}
     for name, strategies in {"full": [], "adapter": [LoRA()]}.items():
         training = TrainingConfig(output_dir=str(own_strategy / name), **numbers)
         Trainer(own_strategy / "model", own_strategy / "train.jsonl", training=training, strategies=strategies).train()
     found = {path.name for path in (own_strategy / "full").iterdir()}
-    assert {re.sub(r"\d{6}", "000120", name) for name in found} == files("The run folder", "answers_before.json")
+    assert {re.sub(r"\d{6}", "000120", name) for name in found} == files(
+        "The run folder", "answers_before.json", "memory_timeline.json"
+    )
     saved = {p.name for name in ("full", "adapter") for p in (own_strategy / name / "checkpoint-000001").iterdir()}
     assert saved - {"README.md", "generation_config.json"} == files("Checkpoints and resume", "lora")
 

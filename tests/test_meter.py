@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import torch
 from cases.helpers import Log, llama, rows
 
 from lowmem import ChunkedCrossEntropy, GradientCheckpointing, LoRA, Quantization, Trainer, TrainingConfig
 from lowmem.memory.meter import REST, MemoryLedger, StepMeter
+from lowmem.memory.timeline import highest_moments
 
 
 def measured(*strategies, steps=3, model=None, batch_size=4):
@@ -74,3 +77,62 @@ def test_a_run_of_one_step_is_measured_too_and_a_second_one_says_nothing_more():
     assert len(ledgers) == 1
     _, ledgers = measured(steps=5)
     assert len(ledgers) == 1
+
+
+def test_the_timeline_reaches_the_peak_and_ends_with_what_is_left():
+    with StepMeter() as meter:
+        kept = torch.zeros(1000)  # 4,000 bytes
+        for size in (2000, 5000, 3000):
+            torch.zeros(size)  # comes and goes
+    meter.see(kept, "weights")
+    timeline = meter.timeline()
+    totals = [sum(sizes) for sizes in zip(*timeline.bytes.values(), strict=True)]
+    assert max(totals) == meter.ledger().peak_bytes == 24_000
+    assert totals[-1] == 4000
+    assert timeline.bytes["weights"][-1] == 4000
+    assert timeline.moments == 7  # four births, three deaths
+    assert timeline.seconds == sorted(timeline.seconds)
+
+
+def test_a_long_step_is_thinned_to_its_highest_moments():
+    times = [i / 1000 for i in range(10_000)]
+    changes = [("a", 10 if i % 2 == 0 else -10) for i in range(10_000)]
+    changes[6000] = ("b", 500)
+    changes[6001] = ("b", -500)
+    timeline = highest_moments(times, changes, 400)
+    assert 300 < len(timeline.seconds) <= 400
+    totals = [a + b for a, b in zip(timeline.bytes["a"], timeline.bytes["b"], strict=True)]
+    assert sorted(set(totals[:-1])) == [10, 500]
+    assert (timeline.bytes["a"][-1], timeline.seconds[-1]) == (0, 9.999)
+
+
+def test_the_timeline_lies_in_the_run_folder(tmp_path):
+    log = Log()
+    trainer = Trainer(
+        llama(),
+        rows(),
+        training=TrainingConfig(batch_size=4, max_steps=3, output_dir=str(tmp_path / "run")),
+        observers=[MemoryLedger(), log],
+    )
+    trainer.train()
+    written = json.loads((tmp_path / "run" / "memory_timeline.json").read_text())
+    assert written["step"] == 2
+    totals = [sum(sizes) for sizes in zip(*written["bytes"].values(), strict=True)]
+    assert max(totals) == trainer.result["peak_live_bytes"]
+    assert len(written["seconds"]) == len(totals) <= 400
+    assert written["moments"] > 400
+
+
+def test_an_evaluation_between_two_steps_is_no_part_of_the_step():
+    def peak(**options):
+        trainer = Trainer(
+            llama(vocab_size=2048),
+            rows(4),
+            eval_dataset=rows(32),
+            training=TrainingConfig(batch_size=1, max_steps=3, eval_batch_size=32, **options),
+            observers=[MemoryLedger()],
+        )
+        trainer.train()
+        return trainer.result["peak_live_bytes"]
+
+    assert peak(eval_steps=1) == peak()

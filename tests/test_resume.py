@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from cases.helpers import SGD, Log, SeeMicroBatches, llama, numbers, row, rows, weights
+from cases.helpers import SGD, Log, llama, numbers, rows, weights
 from peft import PeftModel
+from registry import ROWS
+from resuming import DATA, Losses, Stopped, assert_equal_runs, interrupted, run, stop_after, with_losses
 from ruamel.yaml import YAML
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -24,92 +25,21 @@ from lowmem import (
     Compile,
     GradientAccumulation,
     GradientCheckpointing,
+    GradientClipping,
     LoRA,
     MixedPrecision,
     OptimizerInBackward,
     Packing,
     PureBF16,
     Quantization,
+    RetryOnOOM,
     Trainer,
     UserError,
+    durable,
 )
 from lowmem import checkpoint as checkpoint_files
 from lowmem.checkpoint import checkpoints
-
-DATA = rows(14, high=16)  # batches of 4: an epoch has 4 steps, the last one short; step 3 is in its middle
-
-
-class Stopped(Exception):  # noqa: N818
-    """Stands for a killed process."""
-
-
-def stop_after(step: int):
-    def observer(event) -> None:
-        if event.kind == "save" and event.metrics["step"] == step:
-            raise Stopped
-
-    return observer
-
-
-def run(
-    folder: Path | None,
-    *strategies,
-    stop: int | None = None,
-    resume=None,
-    dtype=torch.float32,
-    log=None,
-    model=None,
-    eval_data=None,
-    **changes,
-) -> Trainer:
-    trainer = Trainer(
-        llama(dtype) if model is None else model,
-        train_dataset=DATA,
-        eval_dataset=eval_data,
-        training=numbers(
-            **{
-                "max_steps": 6,
-                "lr_scheduler_type": "cosine",
-                "warmup_steps": 1,
-                "save_steps": 3 if folder else None,
-                "output_dir": str(folder) if folder else None,
-                **changes,
-            }
-        ),
-        strategies=[type(s)(**s.settings()) for s in strategies],
-        observers=[*([stop_after(stop)] if stop else []), *([log] if log else [])],
-    )
-    with suppress(Stopped):
-        trainer.train(resume_from=resume)
-    return trainer
-
-
-def interrupted(folder: Path, *strategies, **changes) -> Path:
-    run(folder, *strategies, stop=3, **changes)
-    assert [p.name for p in checkpoints(folder)] == ["checkpoint-000003"]
-    return folder / "checkpoint-000003"
-
-
-def assert_equal_runs(one: Trainer, other: Trainer) -> None:
-    """Bit for bit: weights, optimizer state, what strategies remember, the rate and the place in the data."""
-    for (name, a), (_, b) in zip(one.model.named_parameters(), other.model.named_parameters(), strict=True):
-        assert torch.equal(a, b), name
-    for name, parameter in one.run.trainable.items():
-        a, b = one.optimizer.state[parameter], other.optimizer.state[other.run.trainable[name]]
-        assert a.keys() == b.keys(), name
-        for key, value in a.items():
-            if isinstance(value, torch.Tensor):
-                assert value.dtype == b[key].dtype, (name, key)
-                assert torch.equal(value, b[key]), (name, key)
-            else:
-                assert value == b[key], (name, key)
-    for a, b in zip(one.strategies, other.strategies, strict=True):
-        assert str(a.state_dict()) == str(b.state_dict())
-    assert [g["lr"] for g in one.optimizer.param_groups] == [g["lr"] for g in other.optimizer.param_groups]
-    assert (one.cursor.epoch, one.cursor.consumed) == (other.cursor.epoch, other.cursor.consumed)
-    assert one.result["train_loss"] == other.result["train_loss"]
-    assert (one.tokens, one.supervised_tokens) == (other.tokens, other.supervised_tokens)
-
+from lowmem.durable import MANIFEST, DamagedError, seal
 
 SETS = {
     "adamw": [AdamW()],
@@ -129,6 +59,10 @@ SETS = {
     "quantization": [Quantization(), LoRA(r=4, lora_dropout=0.1)],
     "quantization_int8": [Quantization(format="int8"), LoRA(r=4)],
     "packing": [Packing(), GradientAccumulation(), ChunkedCrossEntropy(chunk_size=8), GradientCheckpointing()],
+    "autocast": [MixedPrecision(), GradientClipping(max_norm=0.5)],
+    "paged": [AdamW8bit(paged=True)],
+    "retry_on_oom": [RetryOnOOM(), GradientAccumulation(steps=2)],
+    "compile": [Compile(backend="aot_eager")],
     "quickstart": [
         Quantization(), LoRA(r=4, lora_dropout=0.1), GradientCheckpointing(), GradientAccumulation(), MixedPrecision(),
         ChunkedCrossEntropy(), AdamW8bit(), EMA(decay=0.9),
@@ -147,6 +81,10 @@ def test_interrupted_equals_uninterrupted(tmp_path, name):
     assert resumed.run.global_step == 6
     assert_equal_runs(straight, resumed)
     assert resumed.result["notices"] == straight.result["notices"]
+
+
+def test_every_strategy_is_among_them():
+    assert {row.key for row in ROWS} <= {strategy.name for members in SETS.values() for strategy in members}
 
 
 @pytest.mark.parametrize("dropout", ["attention", "none"])
@@ -170,27 +108,6 @@ def test_evaluation_between_changes_nothing(tmp_path):
     run(tmp_path / "run", *strategies, stop=3, eval_data=rows(5, seed=1), eval_steps=1)
     resumed = run(tmp_path / "run", *strategies, resume=True, eval_data=rows(5, seed=1), eval_steps=1)
     assert_equal_runs(straight, resumed)
-
-
-def test_every_row_is_seen_once(tmp_path):
-    """The cursor counts rows, not micro-batches."""
-    data = [row(i, i + 1, i + 2) for i in range(40)]
-
-    def seen(folder, **options) -> list[int]:
-        record = SeeMicroBatches()
-        trainer = Trainer(
-            llama(), train_dataset=data,
-            training=numbers(max_steps=10, save_steps=3, output_dir=str(folder)),
-            strategies=[GradientAccumulation(), record], observers=[stop_after(3)] if options.get("stop") else [],
-        )  # fmt: skip
-        with suppress(Stopped):
-            trainer.train(resume_from=options.get("resume"))
-        return [first for batch in record.first_tokens for first in batch]
-
-    straight = seen(tmp_path / "straight")
-    pieces = seen(tmp_path / "run", stop=True) + seen(tmp_path / "run", resume=True)
-    assert pieces == straight
-    assert sorted(pieces) == list(range(40))
 
 
 def test_stopping_at_the_end_of_an_epoch(tmp_path):
@@ -277,23 +194,6 @@ def test_another_bound_on_the_norm_is_told_in_both_words(tmp_path):
     ]
 
 
-def test_changed_numbers_are_announced_and_count(tmp_path):
-    """C-608: the new rate and length apply from the next step on, and the run says so."""
-    run(tmp_path / "run", stop=5, save_steps=5, max_steps=10, lr_scheduler_type="linear", warmup_steps=0)
-    log = Log()
-    resumed = run(
-        tmp_path / "run", resume=True, save_steps=5, max_steps=20, lr_scheduler_type="linear", warmup_steps=0,
-        learning_rate=1e-4, log=log,
-    )  # fmt: skip
-    assert log.all("step", "step") == list(range(6, 21))
-    assert log.all("step", "learning_rate") == pytest.approx([1e-4 * (1 - step / 20) for step in range(5, 20)])
-    told = set(resumed.result["notices"])
-    assert "resume: training.learning_rate was 0.001 and is 0.0001 from here on" in told
-    assert "resume: training.max_steps was 10 and is 20 from here on" in told
-    assert len(told) == 2
-    assert set(log.all("notice", "text")) == told
-
-
 # -- what is in a checkpoint ------------------------------------------------------------------------------------------
 
 
@@ -308,6 +208,7 @@ def test_c403_a_wrong_key_in_an_adapter_is_named(tmp_path, key):
     if key == "shape":
         stored[victim] = value[:, :2].clone()
     save_file(stored, place)
+    seal(place.parent)  # the file is whole, its contents are wrong
     with pytest.raises(UserError) as caught:
         run(tmp_path / "run", LoRA(r=4), resume=True)
     assert victim in str(caught.value)
@@ -325,6 +226,7 @@ def test_a_wrong_key_in_a_whole_model_is_named(tmp_path, key):
     if key == "renamed":
         stored["model.final_norm.weight"] = value
     save_file(stored, place)
+    seal(place.parent)  # the file is whole, its contents are wrong
     with pytest.raises(UserError, match=r"model\.norm\.weight"):
         run(tmp_path / "run", resume=True)
 
@@ -358,57 +260,7 @@ def test_a_whole_model_in_the_result_is_transformers(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), trainer.model.parameters(), strict=True))
 
 
-def test_moments_keep_their_precision(tmp_path):
-    """bfloat16 weights with float32 moments: loading must not round the moments to the weights' dtype."""
-    interrupted(tmp_path / "run", PureBF16())
-    before = torch.load(tmp_path / "run" / "checkpoint-000003" / "optimizer.pt", weights_only=True)
-    trainer = Trainer(
-        llama(),
-        train_dataset=DATA,
-        training=numbers(max_steps=6, output_dir=str(tmp_path / "run")),
-        strategies=[PureBF16()],
-    )
-    trainer.load_checkpoint(tmp_path / "run" / "checkpoint-000003")
-    for name, parameter in trainer.run.trainable.items():
-        state = trainer.optimizer.state[parameter]
-        assert state["exp_avg"].dtype == torch.float32
-        for key in ("exp_avg", "exp_avg_sq"):
-            assert torch.equal(state[key], before[name][key])
-            assert not torch.equal(state[key], state[key].bfloat16().float())  # it does hold what bfloat16 cannot
-
-
 # -- folders ----------------------------------------------------------------------------------------------------------
-
-
-class Losses:
-    """Replaces the evaluation loss by a given series."""
-
-    def __init__(self, *series: float) -> None:
-        self.series = list(series)
-
-    def install(self, trainer: Trainer) -> Trainer:
-        trainer.evaluate = lambda dataset=None: {  # type: ignore[method-assign]
-            "eval_loss": self.series.pop(0), "eval_tokens": 1, "eval_seconds": 0.0,
-        }  # fmt: skip
-        return trainer
-
-
-def with_losses(folder: Path, *series: float, strategies=(), **changes) -> Trainer:
-    trainer = Trainer(
-        llama(),
-        train_dataset=DATA,
-        eval_dataset=rows(2),
-        training=numbers(max_steps=len(series), eval_steps=1, save_steps=1, output_dir=str(folder), **changes),
-        strategies=list(strategies),
-    )
-    Losses(*series).install(trainer).train()
-    return trainer
-
-
-@pytest.mark.parametrize(("limit", "kept"), [(1, [2, 5]), (2, [2, 5]), (3, [2, 4, 5]), (None, [1, 2, 3, 4, 5])])
-def test_c604_the_best_and_the_newest_survive_the_limit(tmp_path, limit, kept):
-    with_losses(tmp_path / "run", 3, 1, 2, 4, 5, save_total_limit=limit, metric_for_best_model="eval_loss")
-    assert [p.name for p in checkpoints(tmp_path / "run")] == [f"checkpoint-{step:06d}" for step in kept]
 
 
 def test_without_a_best_the_newest_survive(tmp_path):
@@ -489,28 +341,34 @@ def test_the_best_is_remembered_over_a_resume(tmp_path):
 def test_an_interrupted_save_does_not_count(tmp_path):
     straight = run(None)
     whole = interrupted(tmp_path / "run")
-    for name in ("checkpoint-000004.partial-99", "checkpoint-000005"):  # still named as partial; without its record
+    for name in ("checkpoint-000004.partial-99999999", "checkpoint-000005"):  # named as partial; without a manifest
         broken = tmp_path / "run" / name
         shutil.copytree(whole, broken)
         if "partial" not in name:
-            (broken / "trainer.json").unlink()
+            (broken / MANIFEST).unlink()
     assert [p.name for p in checkpoints(tmp_path / "run")] == [whole.name]
     assert_equal_runs(straight, run(tmp_path / "run", resume=True))
+    found = sorted(p.name for p in (tmp_path / "run").glob("checkpoint-*"))
+    assert found == ["checkpoint-000003", "checkpoint-000005.aside", "checkpoint-000006"]
 
 
 def test_a_broken_folder_by_name_is_refused(tmp_path):
     whole = interrupted(tmp_path / "run")
     (whole / "trainer.json").unlink()
-    with pytest.raises(UserError, match=r"resume: .*checkpoint-000003 is no checkpoint"):
+    with pytest.raises(DamagedError, match=r"checkpoint-000003 is damaged: trainer\.json is missing"):
         run(tmp_path / "run", resume=whole)
-    with pytest.raises(UserError, match=r"resume: there is no checkpoint in .*run.*save_steps"):
+    with pytest.raises(
+        UserError, match=r"no checkpoint in .*run is whole: .*checkpoint-000003.*trainer\.json is missing"
+    ):
         run(tmp_path / "run", resume=True)
 
 
-@pytest.mark.parametrize("victim", ["save_weights", "_sync"])
+@pytest.mark.parametrize("victim", ["lowmem.checkpoint.save_weights", "lowmem.durable._sync", "torch.save"])
 def test_a_save_that_fails_leaves_nothing_that_counts(tmp_path, victim, monkeypatch):
     """A full disk in the middle of the second checkpoint: the first one stays whole, and the run stops."""
-    original, calls = getattr(checkpoint_files, victim), []
+    module, name = victim.rsplit(".", 1)
+    owner = {"torch": torch, "lowmem.durable": durable, "lowmem.checkpoint": checkpoint_files}[module]
+    original, calls = getattr(owner, name), []
 
     def full(*arguments):
         calls.append(arguments)
@@ -518,11 +376,11 @@ def test_a_save_that_fails_leaves_nothing_that_counts(tmp_path, victim, monkeypa
             raise OSError(28, "No space left on device")
         return original(*arguments)
 
-    monkeypatch.setattr(checkpoint_files, victim, full)
-    with pytest.raises(OSError, match="No space left"):
+    monkeypatch.setattr(owner, name, full)
+    with pytest.raises(UserError, match=r"checkpoint-000006 could not be written: No space left.*needs \d[\d,]+ bytes"):
         run(tmp_path / "run")
     assert calls
-    assert [p.name for p in checkpoints(tmp_path / "run")] == ["checkpoint-000003"]
+    assert [p.name for p in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-000003"]
     monkeypatch.undo()
     resumed = run(tmp_path / "run", resume=True)
     assert_equal_runs(run(None), resumed)

@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from lowmem.cli import reference
+from lowmem.cli import convert, reference, see, use
+from lowmem.cli.data import data
 from lowmem.cli.doctor import doctor
 from lowmem.cli.train import train, with_resume_value
 from lowmem.errors import UserError
@@ -23,6 +24,14 @@ app = typer.Typer(
 app.add_typer(reference.recipes_app, name="recipes")
 for command in (
     train,
+    data,
+    use.evaluate,
+    use.generate,
+    use.chat,
+    convert.merge,
+    convert.export,
+    see.report,
+    see.compare,
     reference.strategies,
     reference.explain,
     reference.schema,
@@ -34,7 +43,7 @@ for command in (
 
 
 def main() -> None:
-    """Entry point. Exit codes: 0 done, 2 something the user can put right, 130 interrupted, 1 anything else."""
+    """Entry point. Exit codes: 0 done, 2 something the user can put right, 130 Ctrl-C, 143 SIGTERM, 1 anything else."""
     _speak_utf8()
     _wait_politely()
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from typing import Annotated
 
@@ -19,7 +20,8 @@ def train(
     resume: Annotated[
         str | None,
         typer.Option(
-            metavar="[PATH]", help="Go on from a checkpoint folder; without PATH, from the newest one of output_dir."
+            metavar="[PATH]",
+            help="Go on from a checkpoint, or the newest one of a run folder; without PATH, the newest of output_dir.",
         ),
     ] = None,
 ) -> None:
@@ -29,21 +31,21 @@ def train(
     quiet_bars()
     loaded = load_recipe(recipe, overrides or ())  # complains before anything heavy is imported
     from lowmem.console import Console
+    from lowmem.interrupts import Terminated, terminable
     from lowmem.memory.meter import MemoryLedger
     from lowmem.trainer import Trainer
 
     console = Console()
     try:
-        trainer = Trainer.from_recipe(
-            str(loaded.path), overrides=list(overrides or ()), observers=[MemoryLedger(), console]
-        )
-        trainer.train(resume_from=True if resume == _NEWEST else resume)
-    except KeyboardInterrupt:
+        with terminable():
+            trainer = Trainer.from_recipe(
+                str(loaded.path), overrides=list(overrides or ()), observers=[MemoryLedger(), console]
+            )
+            trainer.train(resume_from=True if resume == _NEWEST else resume)
+    except (KeyboardInterrupt, Terminated) as stop:
         console.close()
-        saves = loaded.training.output_dir and loaded.training.save_steps
-        hint = f"; --resume goes on from the newest checkpoint in {loaded.training.output_dir}" if saves else ""
-        print(f"interrupted{hint}", file=sys.stderr)
-        raise typer.Exit(130) from None
+        print(str(stop) or "interrupted before the first step", file=sys.stderr)
+        raise typer.Exit(143 if isinstance(stop, Terminated) else 130) from None
     finally:
         console.close()
 
@@ -53,6 +55,8 @@ def with_resume_value(arguments: list[str]) -> list[str]:
     result = list(arguments)
     for index, argument in enumerate(arguments):
         follower = arguments[index + 1] if index + 1 < len(arguments) else ""
-        if argument == "--resume" and not os.path.isdir(follower):
+        # A checkpoint that is gone is named, and an error, not the newest one.
+        named = os.path.isdir(follower) or re.fullmatch(r"checkpoint-\d+", os.path.basename(follower.rstrip("/")))
+        if argument == "--resume" and not named:
             result[index] = f"--resume={_NEWEST}"
     return result

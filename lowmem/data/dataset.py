@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import closing, suppress
 from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lowmem.config import DataConfig
-from lowmem.data.encode import Encoder, Rendered
-from lowmem.data.read import BadRowError, read_rows
-from lowmem.data.render import Renderer
+from lowmem.data import cache
+from lowmem.data.chunks import RowTokenizer, read_chunks, require_learnable
+from lowmem.data.fingerprint import Fingerprint
 from lowmem.data.report import DataReport
-from lowmem.data.rows import IGNORE, Dropped, Float32, Int32, Tokens
+from lowmem.data.rows import Float32, Int32
+from lowmem.data.store import Store, mapped
+from lowmem.data.workers import in_order
 from lowmem.errors import UserError
 from lowmem.strategy import Sample
 
-ROWS_AT_ONCE = 256
-NO_BORDER = "no token border before the answer"
+SPILL_FROM = 64 << 20  # bytes of arrays; above, they are files that are mapped
 
 
 class TokenizedDataset(Sequence[Sample]):
@@ -73,12 +74,13 @@ class TokenizedDataset(Sequence[Sample]):
 def tokenize(source: Any, tokenizer: Any, data: DataConfig | None = None, max_length: int = 1024) -> TokenizedDataset:
     """Read, render and tokenise all rows of a source.
 
-    Rows longer than `max_length` are cut at their end. A row left without a target is dropped and counted.
+    Rows longer than `max_length` are cut at their end. A row left without a target is dropped and counted. Large files
+    are tokenised once, and mapped from `data.cache_dir` afterwards.
 
     Args:
         source: whatever `read_rows` takes; a `TokenizedDataset` is returned as it is.
         tokenizer: a transformers tokenizer; None is enough for rows of token ids.
-        data: format, train_on and on_bad_row; its paths are not looked at.
+        data: format, train_on, on_bad_row, num_workers and cache_dir; its paths are not looked at.
         max_length: longest row kept, in tokens.
 
     Raises:
@@ -87,102 +89,54 @@ def tokenize(source: Any, tokenizer: Any, data: DataConfig | None = None, max_le
     if isinstance(source, TokenizedDataset):
         return source
     data = data or DataConfig()
-    builder = _Builder(tokenizer, data, max_length)
-    for row, where in read_rows(source, builder.bad):
-        builder.add(row, where)
-    return builder.finish()
+    work = RowTokenizer(tokenizer, data, max_length)
+    known = Fingerprint(source, tokenizer, data, max_length)
+    if known.key is None:
+        return _tokenize_once(source, work)
+    folder = cache.cache_folder(data.cache_dir)
+    if entry := cache.find(folder, known.key):
+        return TokenizedDataset(**mapped(folder / known.key), report=entry.report)
+    return _tokenize_into(cache.begin(folder, known.key), source, work, known)
 
 
-class _Builder:
-    """Collects rows; Python lists of token ids live for one batch of rows only."""
+def _tokenize_once(source: Any, work: RowTokenizer) -> TokenizedDataset:
+    """In memory; what grows large goes to files that nobody finds again."""
+    store, place = Store(), None
+    try:
+        with closing(in_order(work, read_chunks(source, work.data), work.data.num_workers)) as chunks:
+            for chunk in chunks:
+                store.append(chunk)
+                if place is None and store.num_bytes > SPILL_FROM:
+                    place = cache.begin(cache.cache_folder(work.data.cache_dir))
+                    store.move_to(place.folder)
+        require_learnable(store.progress.report, store.progress.borderless, work.data)
+        return TokenizedDataset(**store.finish(), report=store.progress.report)
+    finally:
+        if place is not None:
+            place.drop()  # the arrays stay mapped
 
-    def __init__(self, tokenizer: Any, data: DataConfig, max_length: int):
-        self.data, self.max_length, self.report = data, max_length, DataReport()
-        self.renderer = Renderer(tokenizer, data.format, data.train_on)
-        self.encoder: Encoder | None = None
-        self.waiting: list[tuple[str, Rendered | Tokens, str]] = []
-        self.ids, self.labels, self.weights = array("i"), array("i"), array("f")
-        self.offsets, self.weight_offsets = array("q", [0]), array("q", [0])
-        self.borderless = ""
 
-    def bad(self, error: BadRowError) -> None:
-        if self.data.on_bad_row == "error":
-            raise error
-        self.report.rows_read += 1
-        self.report.drop(error.reason)
-
-    def add(self, row: Any, where: str) -> None:
-        try:
-            name, content = self.renderer.render(row, where)
-        except BadRowError as error:
-            self.bad(error)
-            return
-        except Dropped as dropped:
-            self.report.drop(str(dropped))
-        else:
-            self.waiting.append((name, content, where))
-        self.report.rows_read += 1
-        if len(self.waiting) >= ROWS_AT_ONCE:
-            self._encode()
-
-    def _encode(self) -> None:
-        texts = [content for _, content, _ in self.waiting if isinstance(content, Rendered)]
-        if texts and self.encoder is None:
-            self.encoder = Encoder(self.renderer.tokenizer)
-        encoded: Iterator[tuple[Int32, Int32] | None] = iter(
-            self.encoder.encode(texts) if self.encoder and texts else []
-        )
-        for name, content, where in self.waiting:
-            if isinstance(content, Tokens):
-                self._keep(name, content)
-            elif (pair := next(encoded)) is not None:
-                self._keep(name, Tokens(*pair))
-            else:
-                self.report.drop(NO_BORDER)
-                self.borderless = self.borderless or where
-        self.waiting = []
-
-    def _keep(self, name: str, row: Tokens) -> None:
-        """Cut a row, and append it if it teaches anything."""
-        length = min(len(row.input_ids), self.max_length)
-        targets = row.labels != IGNORE
-        targets[:1] = False  # nothing predicts the first token
-        if row.loss_weights is not None:
-            targets &= row.loss_weights > 0
-        if not targets[:length].any():
-            self.report.drop("prompt fills max_length" if targets.any() else "nothing to learn")
-            return
-        self.ids.frombytes(row.input_ids[:length].tobytes())
-        self.labels.frombytes(row.labels[:length].tobytes())
-        self.offsets.append(len(self.ids))
-        if row.loss_weights is not None:
-            self.weights.frombytes(row.loss_weights[:length].tobytes())
-        self.weight_offsets.append(len(self.weights))
-        report = self.report
-        report.rows += 1
-        report.tokens += length
-        report.supervised_tokens += int(targets[:length].sum())
-        report.truncated += length < len(row.input_ids)
-        report.longest = max(report.longest, length)
-        report.formats[name] = report.formats.get(name, 0) + 1
-
-    def finish(self) -> TokenizedDataset:
-        self._encode()
-        report = self.report
-        if report.dropped.get(NO_BORDER) and self.data.on_bad_row == "error":
-            raise UserError(
-                f"{report.dropped[NO_BORDER]} of {report.rows_read} rows: this tokenizer has no token border between "
-                f"prompt and answer (first: {self.borderless}); on_bad_row: skip leaves them out"
-            )
-        if not report.rows:
-            why = f"left out: {report.reasons()}" if report.dropped else "the source is empty"
-            hint = "; raise max_length" if "prompt fills max_length" in report.dropped else ""
-            raise UserError(f"no supervised token in {report.rows_read} rows ({why}{hint})")
-        return TokenizedDataset(
-            np.frombuffer(self.ids, np.int32),
-            np.frombuffer(self.labels, np.int32),
-            np.frombuffer(self.offsets, np.int64),
-            np.frombuffer(self.weights, np.float32),
-            np.frombuffer(self.weight_offsets, np.int64),
-            report,
-        )
+def _tokenize_into(place: cache.Work, source: Any, work: RowTokenizer, known: Fingerprint) -> TokenizedDataset:
+    """In files that become the entry of a key; what is done when this is interrupted is kept for the next run."""
+    assert known.key is not None
+    store = Store(place.folder, place.progress)
+    try:
+        rest = read_chunks(source, work.data, skip=store.progress.items)
+        with closing(in_order(work, rest, work.data.num_workers)) as chunks:
+            for chunk in chunks:
+                store.append(chunk)
+                store.commit_now_and_then()
+        require_learnable(store.progress.report, store.progress.borderless, work.data)
+        known.check()
+        store.commit()
+        arrays = store.finish()
+    except Exception:  # whatever is wrong with the rows: they will be others next time
+        place.drop()
+        raise
+    except BaseException:
+        with suppress(UserError):  # no room: what was written down before is kept
+            store.commit()
+        place.leave()
+        raise
+    place.publish(known.key)
+    return TokenizedDataset(**arrays, report=store.progress.report)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lowmem.data.chat import Span
-from lowmem.data.rows import IGNORE, Int32
+from lowmem.data.content import IGNORE, Float32, Int32
 from lowmem.errors import UserError
 
+# token ids, labels and, where they are not all 1, loss weights
+Encoded: TypeAlias = tuple[Int32, Int32, Float32 | None]
 # something to stand before a piece of text, so that the tokenizer does not take it for the start of a text
 ANCHORS = ("\n", "|", ":", "1", "a")
 
@@ -25,11 +27,13 @@ class Rendered:
         text: all of it.
         spans: the supervised parts, as character positions, in order and apart.
         plain: BOS, EOS and the like are not in the text yet (a chat template writes its own).
+        weights: loss weight of every span; None: all are 1.
     """
 
     text: str
     spans: list[Span]
     plain: bool
+    weights: list[float] | None = None
 
 
 class Encoder:
@@ -48,8 +52,10 @@ class Encoder:
         # some tokenizers leave white space out of a token's offsets; then they do not tell on which side it lies
         self.hidden = tuple(space for space in " \n\t\r" if self.fast and self._hides(space))
 
-    def encode(self, rows: list[Rendered]) -> list[tuple[Int32, Int32] | None]:
-        """Token ids and labels (-100 outside the spans) of every row, each of shape (length,).
+    def encode(self, rows: list[Rendered]) -> list[Encoded | None]:
+        """Token ids, labels (-100 outside the spans) and loss weights of every row, each of shape (length,).
+
+        A row whose weights are all 1 has none (None); others are 0 outside the spans.
 
         None stands for a row whose answer cannot be told from its prompt in this tokenizer's tokens.
         """
@@ -61,7 +67,7 @@ class Encoder:
             return_offsets_mapping=offsets,
             verbose=False,
         )
-        found: list[tuple[Int32, Int32] | None] = []
+        found: list[Encoded | None] = []
         for index, row in enumerate(rows):
             ids = batch["input_ids"][index]
             inside = self._inside(row, ids, np.asarray(batch["offset_mapping"][index]) if offsets else None)
@@ -70,27 +76,29 @@ class Encoder:
 
     def _inside(
         self, row: Rendered, ids: list[int], offsets: NDArray[np.int64] | None
-    ) -> tuple[list[int], NDArray[np.bool_]] | None:
-        """Token ids, and for each whether it is supervised."""
+    ) -> tuple[list[int], Float32] | None:
+        """Token ids, and for each its loss weight (0: it is not supervised)."""
+        weights = row.weights or [1.0] * len(row.spans)
         if row.spans == [(0, len(row.text))]:
-            return ids, np.ones(len(ids), bool)
+            return ids, np.full(len(ids), weights[0], np.float32)
         if offsets is None or any(self._hidden_at(row.text, border) for span in row.spans for border in span):
             return self._by_pieces(row, ids)
-        inside = np.zeros(len(ids), bool)
+        inside = np.zeros(len(ids), np.float32)
         starts, ends = offsets.reshape(-1, 2).T
-        for a, b in row.spans:
+        for (a, b), weight in zip(row.spans, weights, strict=True):
             # a token without width goes with the character after it
             here = ((starts < b) & (ends > a)) | ((starts == ends) & (starts >= a) & (starts < b))
             if (here & (starts < ends) & ((starts < a) | (ends > b))).any():
                 return self._by_pieces(row, ids)
-            inside |= here
+            inside[here] = weight
         return ids, inside
 
-    def _by_pieces(self, row: Rendered, whole: list[int]) -> tuple[list[int], NDArray[np.bool_]] | None:
+    def _by_pieces(self, row: Rendered, whole: list[int]) -> tuple[list[int], Float32] | None:
         borders = sorted({0, len(row.text), *(border for span in row.spans for border in span)})
-        starts = {start for start, _ in row.spans}
+        weights = row.weights or [1.0] * len(row.spans)
+        starts = {start: weight for (start, _), weight in zip(row.spans, weights, strict=True)}
         ids: list[int] = []
-        inside: list[bool] = []
+        inside: list[float] = []
         for start, end in pairwise(borders):
             joined = self._decode(whole if end == len(row.text) else self._ids(row.text[:end]))
             for piece in self._candidates(row.text[start:end], row.text[:start]):
@@ -99,8 +107,8 @@ class Encoder:
             else:
                 return None
             ids += piece
-            inside += [start in starts] * len(piece)
-        return ids, np.asarray(inside, bool)
+            inside += [starts.get(start, 0.0)] * len(piece)
+        return ids, np.asarray(inside, np.float32)
 
     def _candidates(self, piece: str, before: str) -> list[list[int]]:
         """Ways to tokenise a piece that follows other text; SentencePiece puts a space before a text of its own."""
@@ -111,7 +119,7 @@ class Encoder:
                 found.append(both[len(first) :])
         return found
 
-    def _label(self, row: Rendered, ids: list[int], inside: NDArray[np.bool_]) -> tuple[Int32, Int32]:
+    def _label(self, row: Rendered, ids: list[int], inside: Float32) -> Encoded:
         if row.plain:
             head = [] if self.head and ids[: len(self.head)] == self.head else self.head
             tail = [] if self.tail and ids[-len(self.tail) :] == self.tail else self.tail
@@ -119,9 +127,11 @@ class Encoder:
                 tail = [*tail, self.eos]
             ids = [*head, *ids, *tail]
             ends = bool(row.spans) and row.spans[-1][1] == len(row.text)
-            inside = np.concatenate([np.zeros(len(head), bool), inside, np.full(len(tail), ends)])
+            last = (row.weights or [1.0])[-1] if ends else 0.0
+            inside = np.concatenate([np.zeros(len(head)), inside, np.full(len(tail), last)]).astype(np.float32)
         tokens = np.asarray(ids, np.int32)
-        return tokens, np.where(inside, tokens, np.int32(IGNORE)).astype(np.int32)
+        labels = np.where(inside > 0, tokens, np.int32(IGNORE)).astype(np.int32)
+        return tokens, labels, None if ((inside == 0) | (inside == 1)).all() else inside
 
     def _surroundings(self) -> tuple[list[int], list[int]]:
         """What the tokenizer itself puts before and after a text."""

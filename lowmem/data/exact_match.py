@@ -51,6 +51,8 @@ def _split(row: Any, where: str, wanted: str) -> tuple[list[Message] | str, str]
         return content.prompt, content.answer
     if not isinstance(content, Chat):
         raise BadRowError(where, f"a row of format '{name}' has no prompt and answer", "no prompt")
+    if content.tools or any("tool_calls" in message or "reasoning_content" in message for message in content.messages):
+        raise BadRowError(where, "the row has tools or a reasoning; exact match compares plain answers", "not plain")
     last = len(content.messages) - 1
     if last not in content.turns or not content.messages[last]["content"].strip() or not last:
         raise BadRowError(where, "the last message must be an assistant's answer to something", "no answer")

@@ -1,38 +1,22 @@
-"""Sources of rows: files, weighted lists of files, data sets, plain lists and hub ids, read one row at a time."""
+"""Sources of rows: files, folders, patterns, weighted lists, data sets, plain lists and hub ids, a row at a time."""
 
 from __future__ import annotations
 
-import json
+import glob
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from fractions import Fraction
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from lowmem.config import WeightedPath
+from lowmem.data.files import READERS, BadRowError, OnBad, Row, Rows, kind_of, read_file, row_of, whole_text
 from lowmem.errors import UserError
 
-Row: TypeAlias = Mapping[str, Any]
-JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
-TEXT_SUFFIXES = (".txt",)
+__all__ = ["BadRowError", "OnBad", "Row", "data_files", "read_rows", "stop"]
 END = object()
-
-
-class BadRowError(UserError):
-    """A row that cannot be used because of what stands in it.
-
-    Attributes:
-        reason: a few words under which such rows are counted.
-    """
-
-    def __init__(self, where: str, message: str, reason: str):
-        super().__init__(f"{where}: {message}")
-        self.reason = reason
-
-
-OnBad: TypeAlias = Callable[[BadRowError], None]
 
 
 def stop(error: BadRowError) -> None:
@@ -40,19 +24,20 @@ def stop(error: BadRowError) -> None:
     raise error
 
 
-def read_rows(source: Any, on_bad: OnBad = stop) -> Iterator[tuple[Row, str]]:
+def read_rows(source: Any, on_bad: OnBad = stop) -> Rows:
     """Yield every row of a source, and where it stands.
 
     Args:
-        source: a path (`.jsonl`, `.json`, `.txt`), a list of paths and `WeightedPath`s, a `datasets.Dataset`, any
-            iterable of dicts, or a hub id (its split `train`).
-        on_bad: called with a row that is no JSON object; it raises, or returns to go on with the next row.
+        source: a file, a folder, a pattern (`data/*.jsonl`), a hub id, a `WeightedPath` with more about one of them, a
+            list of those, a `datasets.Dataset` or `IterableDataset`, or any iterable of dicts.
+        on_bad: called with a row that cannot be read; it raises, or returns to go on with the next row.
 
     Yields:
-        (row, where): `where` is `file:line` (physical line), `file[index]` (JSON array) or `row N` (anything else).
+        (row, where): `where` is `file:line` (physical line), `file[index]` (JSON array, Parquet), the file itself (a
+        whole file as one document) or `row N` (anything else).
 
     Raises:
-        UserError: no such source, a file that is not UTF-8, or whatever `on_bad` raises.
+        UserError: no such source, a file that cannot be read as a whole, or whatever `on_bad` raises.
     """
     if isinstance(source, str | Path | WeightedPath):
         yield from _weighted(source, on_bad)
@@ -72,125 +57,123 @@ def read_rows(source: Any, on_bad: OnBad = stop) -> Iterator[tuple[Row, str]]:
             yield from _weighted(part, on_bad)
     elif first is not END:
         for number, row in enumerate(chain([first], rows)):
-            yield from _object(row, f"row {number}", on_bad)
+            yield from row_of(row, f"row {number}", on_bad)
 
 
-def _weighted(part: str | Path | WeightedPath, on_bad: OnBad) -> Iterator[tuple[Row, str]]:
-    """All passes over one file: the whole ones, then an evenly spaced part."""
-    path, weight = (part.path, part.weight) if isinstance(part, WeightedPath) else (part, 1.0)
-    if not (math.isfinite(weight) and weight > 0):
-        raise UserError(f"{path}: a weight is a number above 0; got {weight}")
+def data_files(path: Path) -> list[Path]:
+    """The data files in a folder and in those below it, sorted by name; hidden ones (`.x`, `_x`) are left out.
+
+    Raises:
+        UserError: there are none.
+    """
+    inside = sorted(path.rglob("*"))
+    found = [
+        file
+        for file in inside
+        if kind_of(file) in READERS
+        and file.is_file()
+        and not any(part.startswith((".", "_")) for part in file.relative_to(path).parts)
+    ]
+    if not found:
+        raise UserError(f"{path}: a folder without a saved data set and without data files ({', '.join(READERS)})")
+    return found
+
+
+def _weighted(part: str | Path | WeightedPath, on_bad: OnBad) -> Rows:
+    """All passes over one source: the whole ones, then an evenly spaced part."""
+    part = part if isinstance(part, WeightedPath) else WeightedPath(str(part))
     # the decimal the user wrote, not its binary neighbour: 0.7 of 10 rows are 7
-    share = Fraction(str(weight)).limit_denominator(10**6)
+    share = Fraction(str(part.weight)).limit_denominator(10**6)
     passes, share = divmod(share, 1)
     for _ in range(int(passes)):
-        yield from _one_source(path, on_bad)
+        yield from _one_source(part, on_bad)
     if share:
-        for number, found in enumerate(_one_source(path, on_bad)):
+        for number, found in enumerate(_one_source(part, on_bad)):
             if math.floor((number + 1) * share) > math.floor(number * share):
                 yield found
 
 
-def _one_source(name: str | Path, on_bad: OnBad) -> Iterator[tuple[Row, str]]:
-    path = Path(name).expanduser()
+def _one_source(part: WeightedPath, on_bad: OnBad) -> Rows:
+    try:
+        path = Path(part.path).expanduser()
+        path.exists()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise UserError(f"{part.path[:60]}: cannot be a path ({getattr(error, 'strerror', None) or error})") from None
+    if path.is_dir() and any((path / name).is_file() for name in ("dataset_info.json", "dataset_dict.json")):
+        return _saved(path, part, on_bad)
+    files = _files(part.path, path)
+    if files is None:
+        if part.whole_file:
+            raise UserError(f"{part.path}: whole_file is for files; this would be a data set of the hub")
+        return _hub(part, on_bad)
+    for name in ("revision", "name", "split"):
+        if getattr(part, name) is not None:
+            raise UserError(f"{part.path}: '{name}' is for data sets of the hub, and this is a file or folder")
+    read = whole_text if part.whole_file else read_file
+    return chain.from_iterable(read(file, on_bad) for file in files)
+
+
+def is_hub(part: WeightedPath) -> bool:
+    """Whether a source is a data set of the hub: no file, no folder, no pattern.
+
+    Raises:
+        UserError: nothing is there, and it is no hub id.
+    """
+    path = Path(part.path).expanduser()
+    return not path.is_dir() and _files(part.path, path) is None
+
+
+def _files(name: str, path: Path) -> list[Path] | None:
+    """What a path or pattern stands for; None: it can only be a hub id.
+
+    Raises:
+        UserError: nothing is there, and it is no hub id.
+    """
     if path.is_file():
-        return _file(path, on_bad)
+        return [path]
     if path.is_dir():
-        return _saved(path, on_bad)
-    suffix = path.suffix.lower()
-    looks_like_id = isinstance(name, str) and re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name)
-    if not looks_like_id or suffix in (*JSON_SUFFIXES, *TEXT_SUFFIXES, ".csv", ".parquet"):
+        return data_files(path)
+    if glob.has_magic(str(path)):
+        found = [Path(file) for file in sorted(glob.glob(str(path), recursive=True)) if Path(file).is_file()]
+        if not found:
+            raise UserError(f"{name}: no file matches ({path.absolute()})")
+        return found
+    if kind_of(path) in READERS or not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
         raise UserError(f"{name}: no such file ({path.absolute()})")
-    return _hub(str(name), on_bad)
+    return None
 
 
-def _file(path: Path, on_bad: OnBad) -> Iterator[tuple[Row, str]]:
-    suffix = path.suffix.lower()
-    if suffix in TEXT_SUFFIXES:
-        return _documents(path)
-    if suffix not in JSON_SUFFIXES:
-        raise UserError(f"{path}: files end in {', '.join((*JSON_SUFFIXES, *TEXT_SUFFIXES))}; got '{path.suffix}'")
-    return _array(path, on_bad) if _starts_array(path) else _json_lines(path, on_bad)
-
-
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Non-blank lines with their physical numbers, whatever the locale says."""
-    # bytes are split at \n alone; text mode would also split at a lone \r and shift the numbers
-    with path.open("rb") as file:
-        for number, raw in enumerate(file, 1):
-            try:
-                line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                raise _not_utf8(path, number, error) from None
-            if line.strip():
-                yield number, line.rstrip("\r\n")
-
-
-def _not_utf8(path: Path, line: int, error: UnicodeDecodeError) -> UserError:
-    byte = error.object[error.start]
-    return UserError(f"{path}:{line}: the file is not UTF-8 (byte 0x{byte:02x}); save it as UTF-8")
-
-
-def _documents(path: Path) -> Iterator[tuple[Row, str]]:
-    for number, line in _lines(path):
-        yield {"text": line}, f"{path}:{number}"
-
-
-def _json_lines(path: Path, on_bad: OnBad) -> Iterator[tuple[Row, str]]:
-    for number, line in _lines(path):
-        where = f"{path}:{number}"
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            on_bad(BadRowError(where, f"not JSON ({error}); one object per line is expected", "not JSON"))
-            continue
-        yield from _object(row, where, on_bad)
-
-
-def _starts_array(path: Path) -> bool:
-    with path.open("rb") as file:
-        head = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
-    return head.startswith(b"[")
-
-
-def _array(path: Path, on_bad: OnBad) -> Iterator[tuple[Row, str]]:
-    raw = path.read_bytes()
-    try:
-        rows = json.loads(raw.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise _not_utf8(path, error.object[: error.start].count(b"\n") + 1, error) from None
-    except json.JSONDecodeError as error:
-        # no row of a broken array can be told from the next, so there is nothing to skip
-        raise UserError(f"{path}:{error.lineno}: not JSON ({error}); the whole array is unreadable") from None
-    for index, row in enumerate(rows):
-        yield from _object(row, f"{path}[{index}]", on_bad)
-
-
-def _object(row: Any, where: str, on_bad: OnBad) -> Iterator[tuple[Row, str]]:
-    if isinstance(row, Mapping):
-        yield row, where
-    else:
-        on_bad(BadRowError(where, f"a row is an object with named fields; got {type(row).__name__}", "not an object"))
-
-
-def _saved(path: Path, on_bad: OnBad) -> Iterator[tuple[Row, str]]:
-    """A folder written by `Dataset.save_to_disk`."""
-    if not (path / "dataset_info.json").is_file():
-        raise UserError(f"{path}: a folder without a saved data set; name the files in it")
+def _saved(path: Path, part: WeightedPath, on_bad: OnBad) -> Rows:
+    """A folder written by `save_to_disk`; `split` chooses from several data sets."""
     import datasets
 
-    return read_rows(datasets.load_from_disk(str(path)), on_bad)
+    for name in ("revision", "name", "whole_file"):
+        if getattr(part, name):
+            raise UserError(f"{path}: '{name}' has no effect on a saved data set")
+    data = datasets.load_from_disk(str(path))
+    if part.split is not None:
+        if not isinstance(data, Mapping) or part.split not in data:
+            known = ", ".join(data) if isinstance(data, Mapping) else "no splits"
+            raise UserError(f"{path}: no split '{part.split}'; it has {known}")
+        data = data[part.split]
+    elif isinstance(data, Mapping):
+        raise UserError(f"{path}: choose a split: {{path: ..., split: {next(iter(data))}}}; it has {', '.join(data)}")
+    return read_rows(data, on_bad)
 
 
-def _hub(name: str, on_bad: OnBad) -> Iterator[tuple[Row, str]]:
+def _hub(part: WeightedPath, on_bad: OnBad) -> Rows:
     import datasets
 
+    given = {"name": part.name, "revision": part.revision}
     try:
-        data = datasets.load_dataset(name, split="train")
+        chosen = {key: value for key, value in given.items() if value is not None}
+        data = datasets.load_dataset(part.path, split=part.split or "train", **chosen)
     except Exception as error:  # the loader raises whatever its many back ends raise
-        tried = f"{name}: not found locally ({Path(name).absolute()}) and "
         said = (str(error) or type(error).__name__).splitlines()[0]
+        tried = f"{part.path}: not found locally ({Path(part.path).absolute()}) and "
         if isinstance(error, ConnectionError | TimeoutError) or "offline" in said.lower():
             raise UserError(f"{tried}the hub cannot be reached (offline?): {said}") from None
+        if isinstance(error, ValueError):  # a configuration or split that is not there
+            raise UserError(f"{part.path}: {said}") from None
         raise UserError(f"{tried}not on the hub: {said}") from None
     return read_rows(data, on_bad)

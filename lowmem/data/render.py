@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cached_property
 from typing import Any, Literal
 
@@ -10,6 +11,9 @@ from lowmem.data.encode import Rendered
 from lowmem.data.read import BadRowError, Row
 from lowmem.data.rows import Chat, Message, Text, Tokens, read
 from lowmem.errors import UserError
+
+# what a template engine would have filled in; data sets have been published with it left open
+PLACEHOLDER = re.compile(r"(?<!\$)\{\{ *[A-Za-z_]\w* *\}\}")
 
 
 class Renderer:
@@ -32,7 +36,10 @@ class Renderer:
         return ChatTemplate(self.tokenizer) if getattr(self.tokenizer, "chat_template", None) else None
 
     def render(self, row: Row, where: str) -> tuple[str, Rendered | Tokens]:
-        """The format of a row, and its text (or token ids).
+        """What a row is, and its text (or token ids).
+
+        The first is the name of its format, followed by whatever is worth a count in the report: tools or a reasoning
+        that the chat template has no place for and that were written as text, and placeholders left open (`{{name}}`).
 
         Raises:
             BadRowError: something in the row is wrong; the message starts with `where`.
@@ -44,24 +51,36 @@ class Renderer:
             return name, content
         if self.tokenizer is None:
             raise UserError(f"{where}: a row of format '{name}' needs a tokenizer")
-        rendered = self._chat(content, where) if isinstance(content, Chat) else self._text(content, where)
+        notes: list[str] = []
+        if isinstance(content, Chat):
+            rendered, notes = self._chat(content, where)
+        else:
+            rendered = self._text(content, where)
         try:
             rendered.text.encode("utf-8")
         except UnicodeEncodeError:
             raise BadRowError(where, "half a character (a lone surrogate) in the text", "not Unicode") from None
-        return name, rendered
+        written = f" with {' and '.join(notes)} as text" if notes else ""
+        open_ends = " with {{placeholders}}" if PLACEHOLDER.search(rendered.text) else ""
+        return f"{name}{written}{open_ends}", rendered
 
-    def _chat(self, chat: Chat, where: str) -> Rendered:
-        if self.template is not None and self.train_on == "everything":
+    def _chat(self, chat: Chat, where: str) -> tuple[Rendered, list[str]]:
+        """A chat as text, and what of it the template has no place for."""
+        everything = self.train_on == "everything"
+        if everything and (chat.silenced or any(weight != 1 for weight in chat.turns.values())):
+            message = "its loss weights would have no effect with train_on: everything; drop one of the two"
+            raise BadRowError(where, message, "loss weights without effect")
+        if self.template is None:
+            if not chat.plain:
+                raise UserError(f"{where}: the tokenizer has no chat template, and a row of messages needs one")
+            text, spans = plain_form(chat)
+            return Rendered(text, [(0, len(text))] if everything else spans, plain=True), []
+        chat, notes = self.template.fit(chat)
+        if everything:
             text = self.template.text(chat, where)
-            return Rendered(text, [(0, len(text))], plain=False)
-        if self.template is not None:
-            text, spans = self.template.spans(chat, where)
-            return Rendered(text, spans, plain=False)
-        if not chat.plain:
-            raise UserError(f"{where}: the tokenizer has no chat template, and a row of messages needs one")
-        text, spans = plain_form(chat)
-        return Rendered(text, [(0, len(text))] if self.train_on == "everything" else spans, plain=True)
+            return Rendered(text, [(0, len(text))], plain=False), notes
+        text, spans, weights = self.template.spans(chat, where)
+        return Rendered(text, spans, plain=False, weights=weights), notes
 
     def _text(self, content: Text, where: str) -> Rendered:
         if content.prompt is None and self.train_on == "completions":

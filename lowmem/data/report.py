@@ -34,6 +34,16 @@ class DataReport:
         """Count a row that is left out."""
         self.dropped[reason] = self.dropped.get(reason, 0) + 1
 
+    def merge(self, other: DataReport) -> None:
+        """Add the counts of rows that follow these."""
+        for name, value in vars(other).items():
+            mine = getattr(self, name)
+            if isinstance(value, dict):
+                for key, count in value.items():
+                    mine[key] = mine.get(key, 0) + count
+            else:
+                setattr(self, name, max(mine, value) if name == "longest" else mine + value)
+
     def reasons(self) -> str:
         """The rows left out, as `12 empty answer, 3 not JSON`, most frequent first."""
         ordered = sorted(self.dropped.items(), key=lambda item: (-item[1], item[0]))
@@ -45,6 +55,8 @@ class DataReport:
 
     def lines(self) -> list[str]:
         """Two to four lines for the terminal."""
+        if not self.rows_read:
+            return ["a stream: rows are counted as they come"]
         formats = ", ".join(f"{count:,} {name}" for name, count in self.formats.items())
         share = self.supervised_tokens / self.tokens if self.tokens else 0.0
         learnt = f"{self.supervised_tokens:,} supervised ({share:.0%})"

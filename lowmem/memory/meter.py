@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lowmem.memory.timeline import Timeline, highest_moments
 from lowmem.observers import Event
 
 if TYPE_CHECKING:
@@ -50,6 +52,7 @@ class StepMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._numbers: dict[int, int] = {}  # address of a live storage -> its number
         self._guards: dict[int, Any] = {}
         self._events: list[tuple[int, int]] = []  # number, bytes (negative: died)
+        self._times: list[float] = []  # of each event, in seconds
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, and look at what it returns."""
@@ -67,7 +70,7 @@ class StepMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if number is None:
             number = self._numbers[address] = len(self._events)
             size = storage.nbytes()
-            self._events.append((number, size))
+            self._record(number, size)
             self._guards[number] = weakref.ref(storage, lambda _, a=address, n=number, s=size: self._died(a, n, s))  # type: ignore[misc]
         if label is not None:
             self.labels[number] = label
@@ -75,7 +78,19 @@ class StepMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _died(self, address: int, number: int, size: int) -> None:
         self._numbers.pop(address, None)
         self._guards.pop(number, None)
-        self._events.append((number, -size))
+        self._record(number, -size)
+
+    def _record(self, number: int, size: int) -> None:
+        self._events.append((number, size))
+        self._times.append(time.perf_counter())
+
+    def timeline(self, limit: int = 400) -> Timeline:
+        """Live bytes by category over the step, at most `limit` moments of it.
+
+        What was seen before the step (weights, optimizer state) is there from its first moment on.
+        """
+        changes = [(self.labels.get(number, REST), size) for number, size in self._events]
+        return highest_moments(self._times, changes, limit)
 
     def ledger(self) -> Ledger:
         """What lived at the peak, by label."""
@@ -107,6 +122,7 @@ class MemoryLedger:
     """Observer: measures the second step of a fresh run, shows the ledger, and leaves it in the result.
 
     The second, because an optimizer may allocate its state at the end of the first (a run of one step has no other).
+    Where there is a run folder, `memory_timeline.json` in it says how the bytes came and went during that step.
     """
 
     def __init__(self) -> None:
@@ -120,11 +136,10 @@ class MemoryLedger:
         if event.kind in ("begin", "step") and event.metrics["step"] == measured - 1:
             self._start(trainer)
         elif event.kind == "step" and event.metrics["step"] == measured and self.meter is not None:
-            ledger = self._finish(trainer, self.meter)
-            self.meter = None
-            trainer.result["memory_ledger"] = ledger.rows
-            trainer.result["peak_live_bytes"] = ledger.peak_bytes
-            trainer.emit("ledger", rows=ledger.rows, peak_bytes=ledger.peak_bytes)
+            self._report(trainer, self._finish(trainer, self.meter), measured)
+        elif event.kind in ("evaluate", "save") and self.meter is not None:
+            self._stop(self.meter)  # what an evaluation or a save needed is no part of the step
+            self._start(trainer)
 
     def _start(self, trainer: Trainer) -> None:
         self.meter = meter = StepMeter()
@@ -140,14 +155,26 @@ class MemoryLedger:
             self.hooks.append(parameter.register_post_accumulate_grad_hook(gradient))  # type: ignore[no-untyped-call]
         meter.__enter__()  # type: ignore[no-untyped-call]
 
-    def _finish(self, trainer: Trainer, meter: StepMeter) -> Ledger:
+    def _stop(self, meter: StepMeter) -> None:
         meter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         for hook in self.hooks:
             hook.remove()
+        self.hooks, self.meter = [], None
+
+    def _finish(self, trainer: Trainer, meter: StepMeter) -> StepMeter:
+        self._stop(meter)
         for label, tensors in _categories(trainer):
             for tensor in tensors:
                 meter.see(tensor, label)
-        return meter.ledger()
+        return meter
+
+    def _report(self, trainer: Trainer, meter: StepMeter, step: int) -> None:
+        ledger = meter.ledger()
+        trainer.result["memory_ledger"] = ledger.rows
+        trainer.result["peak_live_bytes"] = ledger.peak_bytes
+        if trainer.books.folder:
+            meter.timeline().write(trainer.books.folder, step)
+        trainer.emit("ledger", rows=ledger.rows, peak_bytes=ledger.peak_bytes)
 
 
 def _categories(trainer: Trainer) -> Iterator[tuple[str, Iterable[Tensor]]]:

@@ -19,6 +19,7 @@ from lowmem.strategies.mixed_precision import MixedPrecision
 from lowmem.strategies.packing import Packing
 from lowmem.strategies.pure_bf16 import PureBF16
 from lowmem.strategies.quantization import Quantization
+from lowmem.strategies.retry_on_oom import RetryOnOOM
 from lowmem.strategy import Strategy
 
 STRATEGIES: dict[str, type[Strategy]] = {
@@ -34,6 +35,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "gradient_clipping": GradientClipping,
     "ema": EMA,
     "mixed_precision": MixedPrecision,
+    "retry_on_oom": RetryOnOOM,
     "gradient_accumulation": GradientAccumulation,
     "packing": Packing,
 }
@@ -65,5 +67,6 @@ __all__ = [
     "Packing",
     "PureBF16",
     "Quantization",
+    "RetryOnOOM",
     "with_defaults",
 ]

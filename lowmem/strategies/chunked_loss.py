@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lowmem.errors import UserError
 from lowmem.loss import IGNORE, shifted_targets
-from lowmem.model import call, final_softcap, head, without_head
+from lowmem.model import call, final_softcap, head, head_weights, without_head
 from lowmem.ops.cross_entropy import linear_cross_entropy
 from lowmem.run import Run
 from lowmem.strategy import Loss, Stage, Strategy
@@ -54,11 +54,11 @@ class ChunkedCrossEntropy(Strategy):
                 hidden = call(model, inputs)[:, :-1].flatten(0, 1)  # (rows * (length - 1), width)
             targets, weights = shifted_targets(inputs)
             rows = _supervised(targets)
-            linear = head(model)
+            weight, bias = head_weights(model)
             return linear_cross_entropy(
                 hidden[rows],
-                linear.weight,
-                linear.bias,
+                weight,
+                bias,
                 targets[rows],
                 None if weights is None else weights[rows],
                 self.chunk_size,

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from lowmem.adapters import another, open_adapter, plain_setting, take_over
+from lowmem.config import LoadConfig
 from lowmem.errors import UserError
 from lowmem.libraries import import_bitsandbytes
-from lowmem.model import adaptable, fused_experts
+from lowmem.model import adaptable, embedding_names, fused_experts, linears, new_token_ids, ties_embeddings
 from lowmem.run import Run
 from lowmem.strategy import ForwardBackward, Sample, Stage, Strategy, Trait
+from lowmem.weights import load_weights
 
 
 @dataclass
@@ -29,6 +33,8 @@ class LoRA(Strategy):
         use_rslora: scale by lora_alpha / sqrt(r).
         use_dora: train magnitude and direction apart.
         modules_to_save: names of modules that are trained in full and saved with the adapter.
+        adapter_name_or_path: an adapter that is trained further: a folder in peft's format, a checkpoint, or a run
+            folder. The other fields come from it; one that is given, too, must be the same.
     """
 
     stage: ClassVar[Stage] = Stage.ADAPT
@@ -44,6 +50,15 @@ class LoRA(Strategy):
     use_rslora: bool = False
     use_dora: bool = False
     modules_to_save: list[str] | None = None
+    adapter_name_or_path: str | None = field(default=None, metadata={"path": True})
+    _given: frozenset[str] = field(init=False, repr=False, compare=False)
+    _start: tuple[Path, Any] | None = field(default=None, init=False, repr=False, compare=False)
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> LoRA:
+        """Takes note of which fields are given: beside an adapter, a default is no wish."""
+        new = super().__new__(cls)
+        new._given = frozenset({*kwargs, *(f.name for f, _ in zip(fields(cls), args, strict=False))})
+        return new
 
     def __post_init__(self) -> None:
         if self.r < 1:
@@ -55,29 +70,33 @@ class LoRA(Strategy):
     def provides(self) -> frozenset[Trait]:
         return frozenset({Trait.TRAINABLE})
 
+    def configure(self, config: LoadConfig, run: Run) -> LoadConfig:
+        if self.adapter_name_or_path is not None:
+            place, adapter = self._start = open_adapter(self.adapter_name_or_path)
+            take_over(self, self._given, place, adapter)
+        return config
+
     def wrap_model(self, model: nn.Module, run: Run) -> nn.Module:
         import_bitsandbytes()  # before peft does
-        from peft import LoraConfig, get_peft_model
+        from peft import get_peft_model
 
-        self._check_names(model)
         self._check_dtype(model, run)
-        config = LoraConfig(
-            r=self.r,
-            lora_alpha=self.lora_alpha,  # type: ignore[arg-type]
-            lora_dropout=self.lora_dropout,
-            target_modules=self._targets(model),
-            use_rslora=self.use_rslora,
-            use_dora=self.use_dora,
-            modules_to_save=self.modules_to_save,
-            task_type="CAUSAL_LM" if hasattr(model, "prepare_inputs_for_generation") else None,
-        )
+        config = self._new_config(model, run) if self._start is None else self._old_config(model)
+        base_then, base_now = config.base_model_name_or_path, getattr(model, "name_or_path", None)
         try:
-            with warnings.catch_warnings():  # peft 0.21 asks for a property that transformers 5.24 has renamed
+            with warnings.catch_warnings():
+                # peft 0.21 asks for a property that transformers 5.24 has renamed
                 warnings.simplefilter("ignore", FutureWarning)
+                warnings.filterwarnings("ignore", message="The PEFT config's `base_model_name_or_path` was renamed")
+                warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")  # `merge` takes care of it
                 adapted: nn.Module = get_peft_model(model, config)  # type: ignore[arg-type]
         except ValueError as error:
             raise UserError(f"lora: {' '.join(str(error).split())}") from error
-        if self.target_modules == "all-linear" and (left := fused_experts(model)):
+        if self._start is not None:
+            self._load(adapted, self._start[0])
+            if base_then and base_now and base_then != base_now:
+                run.notice(f"lora: {self._start[0]} was trained on {base_then}; here its base is {base_now}")
+        elif self.target_modules == "all-linear" and (left := fused_experts(model)):
             run.notice(f"lora: {left:,} weights of fused experts are no linear layers and get no adapter")
         return adapted
 
@@ -96,6 +115,44 @@ class LoRA(Strategy):
 
         return without_casts
 
+    def settings(self) -> dict[str, Any]:
+        everything = super().settings()
+        if self.adapter_name_or_path is None or self._start is not None:
+            return everything
+        return {name: everything[name] for name in everything if name in self._given}  # the rest is in the adapter
+
+    def _load(self, adapted: nn.Module, place: Path) -> None:
+        try:
+            load_weights(adapted, place)
+        except UserError as error:
+            raise UserError(f"lora.adapter_name_or_path: {error}") from error
+
+    def _old_config(self, model: nn.Module) -> Any:
+        assert self._start is not None
+        place, config = self._start
+        if self.target_modules == "all-linear":
+            held = plain_setting(config.target_modules)
+            chosen = {n for n, _ in model.named_modules() if any(f".{n}".endswith(f".{t}") for t in held)}
+            if chosen != set(linears(model)):
+                raise another("target_modules", self.target_modules, place, held)
+        return config
+
+    def _new_config(self, model: nn.Module, run: Run) -> Any:
+        from peft import LoraConfig
+
+        self._check_names(model)
+        return LoraConfig(
+            r=self.r,
+            lora_alpha=self.lora_alpha,  # type: ignore[arg-type]
+            lora_dropout=self.lora_dropout,
+            target_modules=self._targets(model),
+            use_rslora=self.use_rslora,
+            use_dora=self.use_dora,
+            modules_to_save=self.modules_to_save,
+            trainable_token_indices=self._new_tokens(model, run),
+            task_type="CAUSAL_LM" if hasattr(model, "prepare_inputs_for_generation") else None,
+        )
+
     def _targets(self, model: nn.Module) -> list[str]:
         if self.target_modules != "all-linear":
             return [self.target_modules] if isinstance(self.target_modules, str) else self.target_modules
@@ -104,18 +161,35 @@ class LoRA(Strategy):
             raise UserError(f"lora.target_modules: {type(model).__name__} has no linear layer in its decoder layers")
         return names
 
+    def _new_tokens(self, model: nn.Module, run: Run) -> dict[str, list[int]] | None:
+        """Rows of added tokens, which are trained unless the whole embedding and head are."""
+        ids = new_token_ids(model)
+        if not ids:
+            return None
+        names = embedding_names(model)
+        saved = [n for n in names if any(f".{n}".endswith(f".{given}") for given in self.modules_to_save or ())]
+        if saved and saved != names:
+            raise UserError(
+                f"lora.modules_to_save: has {saved[0]} and not {' and '.join(set(names) - set(saved))}, where the new "
+                "tokens would stay frozen; name both, or neither (their rows are trained alone then)"
+            )
+        if saved:
+            return None
+        run.notice(f"lora: the rows of {len(ids)} new tokens are trained in {' and '.join(names)}")
+        return dict.fromkeys(names[:1] if ties_embeddings(model) else names, ids)
+
     def _check_names(self, model: nn.Module) -> None:
         """peft skips a name that matches nothing as long as another one matches."""
         known = {part for name, _ in model.named_modules() for part in (name, name.rsplit(".", 1)[-1]) if part}
-        for field in ("target_modules", "modules_to_save"):
-            value: Any = getattr(self, field) or []
+        for key in ("target_modules", "modules_to_save"):
+            value: Any = getattr(self, key) or []
             for name in [value] if isinstance(value, str) else value:
                 if name != "all-linear" and not any(k == name or k.endswith(f".{name}") for k in known):
                     near = get_close_matches(
                         name, sorted(k for k in known if "." not in k and not k.isdigit()), n=3, cutoff=0.4
                     )
                     raise UserError(
-                        f"lora.{field}: no module is called {name}" + (f"; near it: {', '.join(near)}" if near else "")
+                        f"lora.{key}: no module is called {name}" + (f"; near it: {', '.join(near)}" if near else "")
                     )
 
     def _check_dtype(self, model: nn.Module, run: Run) -> None:

@@ -93,8 +93,10 @@ class MixedPrecision(Strategy):
         def unscaled() -> None:
             optimizer = _StandIn(list(run.trainable.values()), step)
             scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
+            try:
+                scaler.step(optimizer)
+            finally:  # also where the step inside refuses a loss that is not finite
+                scaler.update()
             run.log(loss_scale=scaler.get_scale(), skipped=not optimizer.stepped)
 
         return unscaled

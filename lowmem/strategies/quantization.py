@@ -12,7 +12,8 @@ from torch import nn
 from lowmem.config import LoadConfig
 from lowmem.errors import UserError
 from lowmem.libraries import import_bitsandbytes
-from lowmem.model import as_plain_linear, fused_experts, is_gguf, linears, parent_of
+from lowmem.loading import is_gguf
+from lowmem.model import as_plain_linear, fused_experts, linears, parent_of
 from lowmem.run import Run
 from lowmem.strategy import Stage, Strategy, Trait
 

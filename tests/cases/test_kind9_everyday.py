@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import time
 from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
 import torch
+from new_process import command, ended, start
+from safetensors.torch import load_file
 
 from cases.helpers import Done, cli, here, llama, rows
 
@@ -173,6 +177,38 @@ def test_c904_a_missing_file_is_named_in_full(tmp_path, monkeypatch):
 def test_c904_a_missing_recipe_is_named_in_full(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     refused(here("train", "nowhere/recipe.yaml"), str(tmp_path / "nowhere" / "recipe.yaml"))
+
+
+# -- C-905 ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["SIGINT", "SIGTERM"])
+def test_c905_an_interruption_keeps_the_work(tmp_path, monkeypatch, number, code):
+    """Interrupted anywhere after step 5, without save_steps; then resumed: as if nothing had been."""
+    text = RECIPE.replace("max_steps: 2", "max_steps: 150\n  logging_steps: 1")
+    path, log = write(tmp_path, text), tmp_path / "log"
+    monkeypatch.chdir(tmp_path)
+    process = start(command, "train", str(path), log=log)
+    deadline = time.monotonic() + 120
+    while not (log.exists() and "step 5/150" in log.read_text()):
+        assert process.is_alive(), log.read_text()
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    os.kill(process.pid, number)
+    assert ended(process) == code
+    assert "Traceback" not in log.read_text()
+    last = log.read_text().strip().splitlines()[-1]
+    found = re.fullmatch(r"interrupted at step (\d+) of 150; saved (\S+); go on with --resume .*", last)
+    assert found, last
+    assert 5 <= int(found[1]) < 150
+    assert found[2] == str(tmp_path / "out" / f"checkpoint-{int(found[1]):06d}")
+    assert ended(start(command, "train", str(path), "--resume", "out", log=log)) == 0, log.read_text()
+    assert f"training: step {found[1]} of 150" in log.read_text()
+    assert ended(start(command, "train", str(path), "training.output_dir=straight", log=log)) == 0
+    weights = [load_file(tmp_path / run / "model" / "adapter_model.safetensors") for run in ("out", "straight")]
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+    results = [json.loads((tmp_path / run / "result.json").read_text()) for run in ("out", "straight")]
+    assert results[0]["train_loss"] == results[1]["train_loss"]
 
 
 # -- C-906 ------------------------------------------------------------------------------------------------------------

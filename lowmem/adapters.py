@@ -1,0 +1,138 @@
+"""Knowledge of adapters: how peft lays them out in a model, and in which folders they lie."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowmem.config import ModelConfig
+from lowmem.errors import UserError
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# With these, peft changes the base weights when the adapter is made: it fits no other copy of the base.
+_CHANGE_THE_BASE = ("pissa", "olora", "loftq", "corda")
+TAKEN_OVER = ("r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "use_dora", "modules_to_save")
+
+
+@torch.no_grad()
+def empty_adapters(model: nn.Module) -> tuple[list[str], int]:
+    """The trained adapters whose second matrix is all zero, so that they add nothing, and how many there are in all."""
+    outputs = {n: p for n, p in model.named_parameters() if p.requires_grad and _is_second(n)}
+    if not outputs:
+        return [], 0
+    largest = torch.stack([m.float() for m in torch._foreach_norm(list(outputs.values()), math.inf)])  # type: ignore[arg-type]
+    return [name for name, size in zip(outputs, largest.tolist(), strict=True) if size == 0], len(outputs)
+
+
+def _is_second(name: str) -> bool:
+    return ".lora_B." in name or ".lora_embedding_B." in name
+
+
+# -- folders ----------------------------------------------------------------------------------------------------------
+
+
+def find_adapter(folder: Path) -> Path | None:
+    """Where the adapter lies: `folder` itself (peft's format, a checkpoint), or the `model/` of a run folder."""
+    return next((place for place in (folder, folder / "model") if (place / CONFIG).is_file()), None)
+
+
+def refuse_adapter(model: ModelConfig | None) -> None:
+    """Say what to do where an adapter stands in the place of a model.
+
+    Raises:
+        UserError: `name_or_path` leads to an adapter.
+    """
+    from lowmem.fetch import WEIGHTS as ALIASES
+
+    if model is None or model.name_or_path in ALIASES:
+        return
+    if (place := find_adapter(Path(model.name_or_path).expanduser())) is None:
+        return
+    if place.name == "model" and (place.parent / "config.json").is_file():
+        return  # a whole model with a folder of that name inside
+    base = _read_config(place / CONFIG).get("base_model_name_or_path") or "its base model"
+    raise UserError(
+        f"model.name_or_path: {place.absolute()} is an adapter, not a model; name {base} there, and to train the "
+        f"adapter further set strategies.lora.adapter_name_or_path: {model.name_or_path}"
+    )
+
+
+def open_adapter(name_or_path: str) -> tuple[Path, Any]:
+    """The folder of a LoRA adapter to be trained further, and its peft configuration.
+
+    Raises:
+        UserError: there is none, it is of another kind, or only a pickle holds its weights.
+    """
+    where, given = "lora.adapter_name_or_path", Path(name_or_path).expanduser()
+    place = find_adapter(given)
+    if place is None:
+        hint = (
+            "the run has no result yet; name one of its checkpoints"
+            if (given / "recipe.yaml").is_file() and not (given / "model").is_dir()
+            else f"there is no {CONFIG} in it"
+            if given.is_dir()
+            else "there is no such folder (from the hub, get it with `hf download` first)"
+        )
+        raise UserError(f"{where}: {given.absolute()} is no adapter: {hint}")
+    if not (place / WEIGHTS).is_file():
+        pickled = (place / "adapter_model.bin").is_file()
+        hint = "adapter_model.bin is a pickle, which is never read; save it as safetensors" if pickled else "incomplete"
+        raise UserError(f"{where}: there is no {WEIGHTS} in {place.absolute()} ({hint})")
+    kind = _read_config(place / CONFIG).get("peft_type")
+    if kind != "LORA":
+        raise UserError(f"{where}: {place.absolute()} is an adapter of kind {kind}; only LORA can be trained further")
+    from peft import LoraConfig
+
+    try:
+        config: Any = LoraConfig.from_pretrained(str(place))
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{where}: {place / CONFIG}: {' '.join(str(error).split())}") from error
+    start = config.init_lora_weights
+    if isinstance(start, str) and start.lower().startswith(_CHANGE_THE_BASE):
+        raise UserError(
+            f"{where}: {place.absolute()} was made with init_lora_weights: {start}, which changed the weights of its "
+            "base; convert it to a plain LoRA first (see peft's documentation of that method)"
+        )
+    config.inference_mode = False
+    return place, config
+
+
+def take_over(strategy: Any, given: Collection[str], place: Path, config: Any) -> None:
+    """Make a strategy's fields those of the adapter it starts from.
+
+    Raises:
+        UserError: a field was given, and is another.
+    """
+    for name in TAKEN_OVER:
+        held, wanted = plain_setting(getattr(config, name)), plain_setting(getattr(strategy, name))
+        if name in given and wanted == "all-linear":
+            continue  # which layers these are, the model will tell
+        if name in given and wanted != held and [wanted] != held:
+            raise another(name, getattr(strategy, name), place, held)
+        setattr(strategy, name, held)
+
+
+def another(name: str, wanted: Any, place: Path, held: Any) -> UserError:
+    """The error about a field that is not the adapter's."""
+    return UserError(
+        f"lora.{name}: {wanted} is given, and the adapter {place} has {held}; leave it out, or drop "
+        "adapter_name_or_path to start a new adapter"
+    )
+
+
+def plain_setting(value: Any) -> Any:
+    """Sets as sorted lists, an empty one as none."""
+    return (sorted(value) or None) if isinstance(value, set | list | tuple) else value
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"{file.absolute()}: cannot be read: {error}") from error

@@ -1,0 +1,41 @@
+"""What a run computes with: versions, device, threads, and the memory it took."""
+
+from __future__ import annotations
+
+import platform
+import random
+import resource
+from importlib.metadata import PackageNotFoundError, version
+
+import numpy as np
+import torch
+
+
+def versions() -> dict[str, str]:
+    """Versions of what computes."""
+    found = {name: _version(name) for name in ("lowmem", "torch", "transformers", "peft", "bitsandbytes", "datasets")}
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
+    return {**found, "python": platform.python_version(), "device": device, "threads": str(torch.get_num_threads())}
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def peak_bytes() -> dict[str, int]:
+    """The most memory this process has used: resident bytes, and on CUDA what its allocator held."""
+    peak = {"peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    if torch.cuda.is_available():
+        peak["peak_allocated_bytes"] = torch.cuda.max_memory_allocated()
+        peak["peak_reserved_bytes"] = torch.cuda.max_memory_reserved()
+    return peak
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch, Python's `random` and NumPy."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
