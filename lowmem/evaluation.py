@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lowmem.answers import answer_all, share
+from lowmem.config import WeightedPath
 from lowmem.data import TokenizedDataset, prompts_and_answers, tokenize
 from lowmem.errors import UserError
 from lowmem.loss import IGNORE, count, next_token_cross_entropy, num_targets, shifted_targets
@@ -181,6 +182,8 @@ def _shown(source: Any) -> str:
     """A source in words."""
     if isinstance(source, str | Path):
         return str(source)
-    if isinstance(source, Sequence) and source and hasattr(source[0], "path"):
-        return ", ".join(str(part.path) for part in source)
+    if isinstance(source, WeightedPath):
+        return source.path
+    if isinstance(source, list) and source and isinstance(source[0], str | WeightedPath):
+        return ", ".join(map(_shown, source))
     return f"{len(source):,} rows" if hasattr(source, "__len__") else type(source).__name__

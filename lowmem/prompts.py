@@ -92,7 +92,11 @@ def _answered(row: Row) -> dict[str, Any]:
     for prompt, answer in _ANSWERS.items():
         if full.get(prompt) is not None and not full.get(answer):
             full[answer] = "-"
-    messages = full.get("messages")
-    if isinstance(messages, list) and messages and isinstance(messages[-1], Mapping):
-        full["messages"] = [*messages, {"role": "assistant", "content": "-"}]
+    for key in ("messages", "conversations"):
+        turns = full.get(key)
+        if isinstance(turns, list) and turns and isinstance(turns[-1], Mapping):
+            answer_turn = (
+                {"from": "gpt", "value": "-"} if "from" in turns[-1] else {"role": "assistant", "content": "-"}
+            )
+            full[key] = [*turns, answer_turn]
     return full

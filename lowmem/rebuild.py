@@ -51,7 +51,8 @@ def rebuild(recipe: Recipe, weights: Path | None, named: bool) -> tuple[nn.Modul
     run = Run(recipe.training, pick_device(None), traits(ordered)[0])
     load = LoadConfig.of(recipe.model, run.device)
     for strategy in strategies:
-        load = strategy.configure(load, run)
+        if strategy.stage is not Stage.ADAPT:  # the adapter that training started from may be gone
+            load = strategy.configure(load, run)
     if weights is not None and not is_adapter(weights):
         model = _whole_model(load, weights)
     else:
@@ -102,9 +103,7 @@ def _with_adapter(base: nn.Module, folder: Path, dtype: str | None) -> nn.Module
             model: nn.Module = PeftModel.from_pretrained(base, str(folder), is_trainable=True)  # type: ignore[arg-type]
             raise_trainable_dtype(model, dtype)
             state = load_file(file)
-            set_peft_model_state_dict(
-                model, dict(state)
-            )  # once more: modules in 16 bits had rounded what they were given
+            set_peft_model_state_dict(model, dict(state))  # once more: 16-bit modules had rounded what they got
             wanted = get_peft_model_state_dict(model, save_embedding_layers=False)
     except SafetensorError as error:
         raise UserError(f"{file}: the file is damaged ({error})") from error

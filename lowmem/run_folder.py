@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from lowmem import checkpoint
+from lowmem.durable import DamagedError
 from lowmem.errors import UserError
 from lowmem.loading import load_tokenizer
 from lowmem.recipe import Recipe, load_recipe
@@ -73,17 +74,29 @@ class RunFolder:
             its newest checkpoint is taken.
 
         Raises:
-            UserError: there is no such checkpoint, or neither a result nor a checkpoint.
+            UserError: there is no such checkpoint, it is damaged, or there is neither a result nor a whole checkpoint.
         """
         if which is not None:
-            return self._checkpoint(str(which)), None
+            folder = self._checkpoint(str(which))
+            checkpoint.verify_checkpoint(folder)
+            return folder, None
         result, saved = self.path / "model", self.checkpoints()
         if holds_weights(result) and (self.result or not saved):
             return result, None
-        if saved:
-            return saved[-1], f"{self.path}: the run has not ended; these are the weights of {saved[-1].name}"
+        damages = []
+        for folder in reversed(saved):
+            try:
+                checkpoint.verify_checkpoint(folder)
+            except DamagedError as damage:
+                damages.append(f"{damage}; ")
+                continue
+            return (
+                folder,
+                f"{''.join(damages)}{self.path}: the run has not ended; these are the weights of {folder.name}",
+            )
         raise UserError(
-            f"{self.path.absolute()}: the run has no result (model/ is written when training ends) and no checkpoint"
+            f"{self.path.absolute()}: the run has no result (model/ is written when training ends), and no whole "
+            f"checkpoint{': ' if damages else ''}{''.join(damages).removesuffix('; ')}"
         )
 
     def load(self, which: str | int | Path | None = None, base: str | Path | None = None) -> tuple[nn.Module, Any]:

@@ -24,6 +24,7 @@ from lowmem import (
     UserError,
     load_run,
 )
+from lowmem.durable import seal
 from lowmem.run_folder import RunFolder
 
 IDS = torch.arange(24).view(2, 12)
@@ -60,6 +61,7 @@ def lora_run(tmp_path_factory):
     written = json.loads(record.read_text(encoding="utf-8"))
     assert written["best"][1] in (2, 3)
     record.write_text(json.dumps({**written, "best": [written["best"][0], 2]}), encoding="utf-8")
+    seal(record.parent)
     return folder / "out", seen(trainer)
 
 
@@ -139,11 +141,19 @@ def test_an_interrupted_run_gives_its_newest_checkpoint_and_says_so(lora_run, tm
     loaded = load_run(run)
     assert Path(loaded.weights).name == "checkpoint-000003"
     assert loaded.notices == [f"{run}: the run has not ended; these are the weights of checkpoint-000003"]
-    shutil.rmtree(run / "checkpoint-000003")
     shutil.rmtree(run / "model")
+    with (run / "checkpoint-000003/adapter_model.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\x7f")
+    loaded = load_run(run)
+    assert Path(loaded.weights).name == "checkpoint-000002"
+    assert "adapter_model.safetensors" in loaded.notices[0]
+    with pytest.raises(UserError, match="is damaged"):
+        load_run(run, 3)
+    shutil.rmtree(run / "checkpoint-000003")
     assert Path(load_run(run).weights).name == "checkpoint-000002"
     shutil.rmtree(run / "checkpoint-000002")
-    with pytest.raises(UserError, match=r"no result .* and no checkpoint"):
+    with pytest.raises(UserError, match=r"no result .*, and no whole checkpoint"):
         load_run(run)
 
 
@@ -189,6 +199,13 @@ def test_a_base_without_a_name_or_elsewhere(tmp_path, lora_run):
     assert torch.equal(loaded_logits(tmp_path / "full"), seen(full))  # the result is whole and needs no base
     with pytest.raises(UserError, match="a base model has no effect"):
         load_run(tmp_path / "full", base=tmp_path / "base")
+
+
+def test_a_run_does_not_need_the_adapter_it_started_from(lora_run, tmp_path):
+    shutil.copytree(lora_run[0] / "model", tmp_path / "start")
+    expected = seen(trained(tmp_path, LoRA(adapter_name_or_path=str(tmp_path / "start"))))
+    shutil.rmtree(tmp_path / "start")
+    assert torch.equal(loaded_logits(tmp_path / "out"), expected)
 
 
 def test_damaged_or_foreign_files(tmp_path, lora_run):

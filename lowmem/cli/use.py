@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -103,7 +102,9 @@ def generate(
     _tell(loaded)
     pairs = [{"prompt": shown(p), "answer": answer} for p, answer in zip(prompts, answers, strict=True)]
     if output is not None:
-        _write(output, "".join(json.dumps(pair, ensure_ascii=False) + "\n" for pair in pairs))
+        from lowmem.durable import write_text
+
+        write_text(output, "".join(json.dumps(pair, ensure_ascii=False) + "\n" for pair in pairs))
     if as_json:
         print_json(pairs)
     elif output is not None:
@@ -167,12 +168,3 @@ def _tell(loaded: LoadedRun) -> list[str]:
 
 def _notice(text: str) -> None:
     print(f"note: {text}", file=sys.stderr, flush=True)
-
-
-def _write(path: Path, text: str) -> None:
-    partial = path.with_name(f"{path.name}.partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, path)
-    except OSError as error:
-        raise UserError(f"{path.absolute()}: cannot be written: {error.strerror}") from None
