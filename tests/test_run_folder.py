@@ -201,6 +201,13 @@ def test_a_base_without_a_name_or_elsewhere(tmp_path, lora_run):
         load_run(tmp_path / "full", base=tmp_path / "base")
 
 
+def test_a_run_does_not_need_the_adapter_it_started_from(lora_run, tmp_path):
+    shutil.copytree(lora_run[0] / "model", tmp_path / "start")
+    expected = seen(trained(tmp_path, LoRA(adapter_name_or_path=str(tmp_path / "start"))))
+    shutil.rmtree(tmp_path / "start")
+    assert torch.equal(loaded_logits(tmp_path / "out"), expected)
+
+
 def test_damaged_or_foreign_files(tmp_path, lora_run):
     run = tmp_path / "out"
     shutil.copytree(lora_run[0], run)

@@ -321,6 +321,9 @@ def test_prompts_of_rows(tmp_path):
     assert (first, second) == ("Once upon", "In the beginning")
     assert [m["role"] for m in third.messages] == ["user", "assistant", "user"]
     assert third.tools == [tool]
+    turns = [{"from": "human", "value": "hi"}]
+    file.write_text(json.dumps({"conversations": turns}) + "\n", encoding="utf-8")
+    assert read_prompts(file, DataConfig(), chat=True)[0].messages == [{"role": "user", "content": "hi"}]
     file.write_text('{"messages": [{"role": "assistant", "content": "hi"}]}\n{"text": "x"}\n', encoding="utf-8")
     with pytest.raises(UserError, match=r"rows.jsonl:1: nothing is asked"):
         read_prompts(file, DataConfig(), chat=True)
