@@ -1,10 +1,10 @@
 """A model of PyTorch's CUDA caching allocator: what a stream of allocations makes it reserve.
 
-After `c10/cuda/CUDACachingAllocator.cpp` (PyTorch 2.13, BSD-3-Clause), one stream, no CUDA graphs, no garbage-collection
-threshold. Sizes are rounded to 512 bytes. By default a request of up to 1 MiB comes out of a 2 MiB segment, one below
-10 MiB out of a 20 MiB segment, and a larger one gets a segment of its own, rounded to 2 MiB; free neighbours of one
-segment merge; the smallest free block that holds a request is taken. With expandable segments, each pool is one range of
-addresses that grows by pages (2 MiB, 20 MiB).
+After `c10/cuda/CUDACachingAllocator.cpp` (PyTorch 2.13, BSD-3-Clause), one stream, no CUDA graphs, no threshold for
+garbage collection. Sizes are rounded to 512 bytes. By default a request of up to 1 MiB comes out of a 2 MiB segment,
+one below 10 MiB out of a 20 MiB segment, and a larger one gets a segment of its own, rounded to 2 MiB; free neighbours
+of one segment merge; the smallest free block that holds a request is taken. With expandable segments, each pool is one
+range of addresses that grows by pages (2 MiB, 20 MiB).
 """
 
 from __future__ import annotations

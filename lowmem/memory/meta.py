@@ -14,6 +14,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from lowmem.libraries import import_bitsandbytes
 from lowmem.memory.meta_autocast import lowered, meta_autocast
 
 Device = Literal["cpu", "cuda"]
@@ -36,6 +37,8 @@ def on_meta(device: Device = "cuda") -> Iterator[None]:
         stack.enter_context(meta_autocast(device))
         stack.enter_context(_masks())
         stack.enter_context(_positions())
+        # tables that bitsandbytes makes once, on the device that asks first
+        stack.enter_context(patch.dict(import_bitsandbytes().functional.name2qmap, clear=True))
         if device == "cuda":
             stack.enter_context(_foreach())
             stack.enter_context(patch.object(functional, "dropout", _dropout))
@@ -144,7 +147,8 @@ def _masks() -> Iterator[None]:
 
     def packed(position_ids: Tensor) -> Tensor | None:
         if position_ids.device.type != "meta":
-            return real(position_ids)
+            found: Tensor | None = real(position_ids)
+            return found
         if not getattr(position_ids, "holds_packed_rows", False):
             return None
         return torch.empty(position_ids.shape, dtype=torch.int64, device="meta")

@@ -143,7 +143,7 @@ class MemoryLedger:
 
     def _start(self, trainer: Trainer) -> None:
         self.meter = meter = StepMeter()
-        for label, tensors in _categories(trainer):
+        for label, tensors in tensors_by_category(trainer):
             for tensor in tensors:
                 meter.see(tensor, label)
 
@@ -163,7 +163,7 @@ class MemoryLedger:
 
     def _finish(self, trainer: Trainer, meter: StepMeter) -> StepMeter:
         self._stop(meter)
-        for label, tensors in _categories(trainer):
+        for label, tensors in tensors_by_category(trainer):
             for tensor in tensors:
                 meter.see(tensor, label)
         return meter
@@ -177,7 +177,8 @@ class MemoryLedger:
         trainer.emit("ledger", rows=ledger.rows, peak_bytes=ledger.peak_bytes)
 
 
-def _categories(trainer: Trainer) -> Iterator[tuple[str, Iterable[Tensor]]]:
+def tensors_by_category(trainer: Trainer) -> Iterator[tuple[str, Iterable[Tensor]]]:
+    """The lasting tensors of a run: weights, and the optimizer's state."""
     trainable = {id(p) for p in trainer.run.trainable.values()}
     parameters = list(trainer.model.parameters())
     yield "weights, frozen", [p for p in parameters if id(p) not in trainable]

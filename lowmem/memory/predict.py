@@ -1,34 +1,36 @@
-"""What a recipe will need, before a weight is loaded: its own training step, run on the meta device and recorded."""
+"""A training step on the meta device, recorded, and what the record means for a card."""
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from lowmem.config import DataConfig, TrainingConfig
+from lowmem.config import TrainingConfig
 from lowmem.memory.allocator import CachingAllocator, replay
 from lowmem.memory.meta import Device, on_meta
+from lowmem.memory.meter import tensors_by_category
 from lowmem.memory.trace import Storage, Trace
-from lowmem.recipe import Recipe
 from lowmem.strategy import Strategy
 
-MIB, GIB = 2**20, 2**30
+if TYPE_CHECKING:
+    from lowmem.trainer import Trainer
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Bytes a run will need.
+    """Bytes a run will need on a card.
 
     Attributes:
         peak_allocated_bytes: the most that is handed out at once, in the allocator's rounded sizes.
         peak_reserved_bytes: the most that the allocator takes from the card.
-        phase: when the peak comes (`forward`, `backward`, `step` ...), and `operation`: what reaches it.
-        ledger: category -> bytes at the peak.
-        phases: phase -> its own peak of allocated bytes.
+        phase: when the peak comes (`forward`, `backward`, `step`), and `operation`: what reaches it.
+        ledger: category -> bytes at the peak, unrounded.
+        phases: phase -> its own peak, unrounded.
         holders: the largest groups of tensors at the peak: (bytes, count, what).
     """
 
@@ -38,102 +40,107 @@ class Prediction:
     operation: str
     ledger: dict[str, int]
     phases: dict[str, int]
-    holders: list[tuple[int, int, str]] = field(default_factory=list)
-
-
-def meta_model(recipe: Recipe) -> nn.Module:
-    """The recipe's model without data, in the dtype it would be loaded in."""
-    from transformers import AutoModelForCausalLM
-
-    from lowmem.model import load_model_config
-
-    config = load_model_config(recipe.model)
-    dtype = recipe.model.dtype if recipe.model.dtype != "auto" else (getattr(config, "dtype", None) or "float32")
-    options = {"attn_implementation": recipe.model.attn_implementation} if recipe.model.attn_implementation else {}
-    with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(
-            config, dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype, **options
-        )
-    return model
+    holders: list[tuple[int, int, str]]
 
 
 def record(
-    model: nn.Module, training: TrainingConfig, strategies: list[Strategy], device: Device, seq_length: int, rows: int
+    model: nn.Module,
+    training: TrainingConfig,
+    strategies: Sequence[Strategy],
+    device: Device,
+    lengths: Sequence[int],
 ) -> Trace:
-    """Two optimizer steps of `rows` rows of `seq_length` tokens, on the meta device."""
+    """Two optimizer steps of the real trainer, loop and strategies, on rows of these lengths.
+
+    The second, because an optimizer may allocate its state at the end of the first.
+
+    Args:
+        model: without data (on the meta device), in the dtype it would be loaded in.
+        training: what a run writes, and when, is left out.
+        strategies: new instances.
+        device: what the run is to be like.
+        lengths: tokens of each row of an optimizer batch; every token is a target.
+    """
     from lowmem.trainer import Trainer
 
-    data = [{"input_ids": torch.ones(seq_length, dtype=torch.int32).numpy()} for _ in range(rows)]
+    rows = [{"input_ids": torch.ones(length, dtype=torch.int32).numpy()} for length in lengths]
     numbers = replace(
         training,
-        batch_size=rows,
+        batch_size=len(rows),
         max_steps=2,
-        max_length=seq_length,
+        max_length=max(training.max_length, *lengths),
         output_dir=None,
         eval_steps=None,
         save_steps=None,
         save_total_limit=None,
         metric_for_best_model=None,
         load_best_model_at_end=False,
+        early_stopping_patience=None,
+        early_stopping_threshold=0.0,
+        report_to=[],
     )
-    with on_meta(device), Trace(device) as trace:
-        _see_weights(trace, model)
-        trainer = Trainer(model, data, training=numbers, strategies=strategies, data=DataConfig())
-        _see_weights(trace, trainer.model)
-        _label(trace, trainer)
-        trainer.train()
-        _label(trace, trainer)
+    with on_meta(device):
+        trainer = Trainer(model, rows, training=numbers, strategies=strategies)
+        trace = Trace(device)
+        with trace:
+            _follow(trace, trainer)
+            trainer.train()
+            _label(trace, trainer)
     return trace
 
 
-def _see_weights(trace: Trace, model: nn.Module) -> None:
-    for tensor in (*model.parameters(), *model.buffers()):
-        trace.see(tensor)
-
-
-def _label(trace: Trace, trainer: Any) -> None:
-    from lowmem.memory.meter import _categories
-
-    for label, tensors in _categories(trainer):
-        for tensor in tensors:
-            trace.see(tensor, label)
-    if trainer.run.global_step:
-        return
+def _follow(trace: Trace, trainer: Trainer) -> None:
+    """Tell the trace what lives already, what gradients are, and which phase it is."""
+    _label(trace, trainer)
 
     def gradient(parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
             trace.see(parameter.grad, "gradients")
 
     for parameter in trainer.run.trainable.values():
-        parameter.register_post_accumulate_grad_hook(gradient)
-    for name, phase in (("forward_backward", "forward"), ("step", "step")):
-        setattr(trainer, name, _phased(trace, phase, getattr(trainer, name)))
+        parameter.register_post_accumulate_grad_hook(gradient)  # type: ignore[no-untyped-call]
+    trainer.forward_backward = _during(trace, "forward", trainer.forward_backward)
+    trainer.step = _during(trace, "step", trainer.step)
 
 
-def _phased(trace: Trace, phase: str, part: Any) -> Any:
-    def phased(*args: Any) -> Any:
+def _label(trace: Trace, trainer: Trainer) -> None:
+    for label, tensors in tensors_by_category(trainer):
+        for tensor in tensors:
+            trace.see(tensor, label)
+
+
+def _during(trace: Trace, phase: str, part: Callable[..., Any]) -> Callable[..., Any]:
+    def within(*args: Any) -> Any:
         with trace.during(phase):
             return part(*args)
 
-    return phased
+    return within
 
 
-def judge(trace: Trace, expandable: bool, capacity: int | None = None, vocabulary: int = 0) -> Prediction:
-    """What a trace means for a card."""
+def judge(trace: Trace, *, expandable: bool, capacity: int | None = None, vocabulary: int = 0) -> Prediction:
+    """What a record means for a card.
+
+    Args:
+        trace: of `record`.
+        expandable: whether the allocator grows its segments.
+        capacity: bytes that may be reserved; null: no bound.
+        vocabulary: width of the logits, by which the loss is told from other activations.
+
+    Raises:
+        OutOfCapacityError: it does not fit into `capacity`.
+    """
     allocator = replay(trace.events, CachingAllocator(capacity, expandable))
-    _peak, index = trace.peak()
-    number = trace.events[index][0]
-    born = trace.storages[number]
+    index = trace.peak()[1]
+    born = trace.storages[trace.events[index][0]]
     ledger: Counter[str] = Counter()
     for storage in trace.live_at(index):
         ledger[_category(storage, vocabulary)] += storage.size
     phases: dict[str, int] = {}
-    live, now = 0, "load"
+    live, phase = 0, born.phase
     for number, size in trace.events:
         live += size
-        if size > 0:
-            now = trace.storages[number].phase
-        phases[now] = max(phases.get(now, 0), live)
+        phase = trace.storages[number].phase if size > 0 else phase
+        phases[phase] = max(phases.get(phase, 0), live)
     return Prediction(
         allocator.peak_allocated,
         allocator.peak_reserved,
@@ -148,23 +155,6 @@ def judge(trace: Trace, expandable: bool, capacity: int | None = None, vocabular
 def _category(storage: Storage, vocabulary: int) -> str:
     if storage.label:
         return storage.label
-    if vocabulary and vocabulary in storage.shape[-1:]:
+    if vocabulary and storage.shape[-1:] == (vocabulary,):
         return "loss"
     return "activations" if storage.phase == "forward" else "temporaries"
-
-
-def predict(
-    recipe: Recipe, device: Device = "cuda", seq_length: int | None = None, expandable: bool = True
-) -> Prediction:
-    """What a recipe will need on a card.
-
-    Args:
-        recipe: its data are not read; rows are taken to be `seq_length` tokens long.
-        device: the kind of device it will run on.
-        seq_length: tokens per row; by default `training.max_length`.
-        expandable: whether the allocator uses expandable segments.
-    """
-    model = meta_model(recipe)
-    length = seq_length or recipe.training.max_length
-    trace = record(model, recipe.training, recipe.strategies, device, length, recipe.training.batch_size)
-    return judge(trace, expandable, vocabulary=int(getattr(model.config, "vocab_size", 0)))  # type: ignore[union-attr,arg-type]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -54,7 +55,9 @@ class MixedPrecision(Strategy):
         if run.device.type == "cuda" and self.dtype == "bfloat16" and not torch.cuda.is_bf16_supported(False):
             raise UserError("mixed_precision.dtype: this card has no bfloat16; use float16")
         if self.dtype == "float16":
-            self._scaler = torch.amp.GradScaler(run.device.type, init_scale=self.initial_scale)
+            on_meta = run.device.type == "meta"
+            scaler: Any = _ScalerWithoutData if on_meta else partial(torch.amp.GradScaler, run.device.type)
+            self._scaler = scaler(init_scale=self.initial_scale)
         return config
 
     def wrap_loss(self, loss: Loss, run: Run) -> Loss:
@@ -106,6 +109,38 @@ class MixedPrecision(Strategy):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._scaler.load_state_dict(state)
+
+
+class _ScalerWithoutData:
+    """What a `GradScaler` allocates and calls, on the meta device: it never finds an overflow, as it cannot look."""
+
+    def __init__(self, init_scale: float) -> None:
+        self._scale = init_scale
+        self._tensor: Tensor | None = None
+
+    def scale(self, outputs: Tensor) -> Tensor:
+        if self._tensor is None:
+            self._tensor = torch.full((), self._scale, dtype=torch.float32, device=outputs.device)
+        return outputs * self._tensor
+
+    def unscale_(self, optimizer: _StandIn) -> None:
+        assert self._tensor is not None
+        gradients = [p.grad for p in optimizer.param_groups[0]["params"] if p.grad is not None]
+        self._found = torch.zeros((), device=self._tensor.device)
+        inverse = self._tensor.double().reciprocal().float()
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._found, inverse)
+
+    def step(self, optimizer: _StandIn) -> None:
+        optimizer.step()
+
+    def update(self) -> None:
+        pass
+
+    def get_scale(self) -> float:
+        return self._scale
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
 
 
 class _StandIn:
