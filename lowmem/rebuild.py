@@ -51,7 +51,8 @@ def rebuild(recipe: Recipe, weights: Path | None, named: bool) -> tuple[nn.Modul
     run = Run(recipe.training, pick_device(None), traits(ordered)[0])
     load = LoadConfig.of(recipe.model, run.device)
     for strategy in strategies:
-        load = strategy.configure(load, run)
+        if strategy.stage is not Stage.ADAPT:  # the adapter is read; one that training began with may have gone
+            load = strategy.configure(load, run)
     if weights is not None and not is_adapter(weights):
         model = _whole_model(load, weights)
     else:
