@@ -16,7 +16,7 @@ from lowmem.data.render import plain_prompt
 from lowmem.data.rows import Chat
 from lowmem.durable import write_text
 from lowmem.errors import UserError
-from lowmem.model import context_length, unwrapped
+from lowmem.model import context_length, learned_positions, unwrapped
 from lowmem.observers import Event
 
 if TYPE_CHECKING:
@@ -46,6 +46,8 @@ class Sampling:
             raise UserError(f"temperature: above 0, or 0 for greedy answers; got {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p: above 0, up to 1; got {self.top_p}")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**64:
+            raise UserError(f"seed: a number of 64 bits; got {self.seed}")
 
     @classmethod
     def of(cls, temperature: float | None, top_p: float | None, seed: int | None) -> Sampling | None:
@@ -129,9 +131,12 @@ def answer_all(
     model: nn.Module, tokenizer: Any, pairs: Sequence[tuple[Prompt, str]], batch_size: int = 100
 ) -> list[str]:
     """Greedy answers to the prompts of (prompt, reference answer) pairs."""
-    longest = max(len(tokenizer(answer)["input_ids"]) for _, answer in pairs)
     # A longer answer than the longest reference is wrong anyway.
-    return generate(model, tokenizer, [prompt for prompt, _ in pairs], longest + 8, batch_size)
+    longest = max(len(tokenizer(answer)["input_ids"]) for _, answer in pairs) + 8
+    prompts = [prompt for prompt, _ in pairs]
+    if learned_positions(model) is not None:
+        fitting(model, tokenizer, prompts, longest)
+    return generate(model, tokenizer, prompts, longest, batch_size)
 
 
 def share(answers: Sequence[str], pairs: Sequence[tuple[Prompt, str]]) -> float:
@@ -189,8 +194,10 @@ def continued(
             max_new_tokens=max_new_tokens,
             use_cache=True,
             num_beams=1,
+            num_return_sequences=1,
+            return_dict_in_generate=False,
             do_sample=sampling is not None,
-            **{"temperature": None, "top_p": None, "top_k": None, **drawn},
+            **{**dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "typical_p")), **drawn},
             eos_token_id=stops,
             pad_token_id=stops[0],
             streamer=streamer,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from torch.nn.utils import get_total_norm
 
 from lowmem.adapters import empty_adapters
 from lowmem.errors import UserError
+from lowmem.model import learned_positions
 from lowmem.run import Run
 
 _UPDATES_TO_JUDGE = 10  # a tensor that has not moved by then is worth a remark
@@ -26,6 +28,28 @@ class NonFiniteError(UserError):
     def __init__(self, message: str, damaged: bool = False) -> None:
         super().__init__(message)
         self.damaged = damaged
+
+
+def require_positions(model: nn.Module, rows: Any, max_length: int) -> None:
+    """Refuse rows beyond a table of learned positions, which would end in an index out of range.
+
+    Args:
+        model: with positions of any kind.
+        rows: a tokenised data set, a stream, or null.
+        max_length: longest row of a stream.
+
+    Raises:
+        UserError: a row has more tokens than the model has positions for.
+    """
+    limit = None if rows is None else learned_positions(model)
+    if limit is None:
+        return
+    longest = int(max(rows.lengths, default=0)) if hasattr(rows, "lengths") else max_length
+    if longest > limit:
+        raise UserError(
+            f"training.max_length: rows have up to {longest:,} tokens, and the model has positions for {limit:,}; set "
+            f"it to {limit}"
+        )
 
 
 def require_trainable(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lowmem.answers import answer_all, share
+from lowmem.checks import require_positions
 from lowmem.config import WeightedPath
 from lowmem.data import TokenizedDataset, prompts_and_answers, tokenize
 from lowmem.errors import UserError
@@ -84,6 +85,7 @@ def evaluate(loaded: LoadedRun, data: Any = None, exact_match: Any = None) -> di
 
 def _losses(loaded: LoadedRun, source: Any) -> dict[str, Any]:
     rows = tokenize(source, loaded.tokenizer, loaded.recipe.data, loaded.recipe.training.max_length)
+    require_positions(loaded.model, rows, loaded.recipe.training.max_length)
     scores = Scores()
     forward_backward = scores.through(loaded)
     with loaded.inference():

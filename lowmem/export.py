@@ -17,7 +17,7 @@ from lowmem.fetch import WEIGHTS
 from lowmem.gguf_layout import Layout
 from lowmem.gguf_writer import Quantization, write_gguf
 from lowmem.loading import is_gguf, load_model, load_model_config, load_tokenizer, weights_place
-from lowmem.merge import Base, Dtype, adapter_folder, merge
+from lowmem.merge import Base, Dtype, adapter_folder, base_config, earlier_end, merge
 from lowmem.probe import compare, fits, logits, plain_model, probe_ids, release
 from lowmem.run_folder import RunFolder, load_tokenizer_of
 from lowmem.shards import ShardWriter, require_space, whole_or_nothing
@@ -86,7 +86,8 @@ def _export_adapter(run_folder: RunFolder, place: Path, checkpoint: str | Path |
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         size = (folder / "adapter_model.safetensors").stat().st_size
-    return {"bytes": size, "check": None, "notices": [f"base model: {config['base_model_name_or_path']}"]}
+    notices = [f"base model: {config['base_model_name_or_path']}", *earlier_end(run_folder, checkpoint)]
+    return {"bytes": size, "check": None, "notices": notices}
 
 
 def _export_model(
@@ -102,7 +103,7 @@ def _export_model(
         folder.mkdir()
         size = _copy_model(source, folder, None if dtype == "auto" else getattr(torch, dtype))
         _save_tokenizer(run_folder, folder)
-        notices: list[str] = []
+        notices = earlier_end(run_folder, checkpoint)
         result = None
         if check and fits(source, notices):
             model = plain_model(source)
@@ -144,7 +145,8 @@ def _export_gguf(
         raise UserError(f"export: {place}: a GGUF model is one file; give a name that ends with .gguf")
     source, recipe = _result(run_folder, checkpoint), run_folder.recipe
     is_adapter = (source / "adapter_config.json").is_file()
-    Layout(load_model_config(recipe.model if is_adapter else ModelConfig(str(source))))  # refuses before any work
+    config = base_config(run_folder) if is_adapter else load_model_config(ModelConfig(str(source)))
+    Layout(config)  # refuses before any work
     tokenizer = load_tokenizer_of(run_folder.path / "model", recipe)
     if tokenizer is None:
         raise UserError(f"export: {run_folder.path} has no tokenizer, and a GGUF file needs one")
@@ -159,6 +161,7 @@ def _export_gguf(
                 source = work
             else:
                 _refuse_base(base)
+                notices += earlier_end(run_folder, checkpoint)
             require_space(
                 place, int(sum(f.stat().st_size for f in source.glob("*.safetensors")) * _BYTES[quantization] / 2)
             )

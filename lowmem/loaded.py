@@ -22,7 +22,7 @@ from lowmem.recipe import Recipe, load_recipe
 from lowmem.recipe_paths import native
 from lowmem.run import Run
 from lowmem.run_folder import RunFolder, holds_weights
-from lowmem.strategy import Strategy
+from lowmem.strategy import Stage, Strategy
 from lowmem.yaml_lines import dump_yaml
 
 
@@ -124,8 +124,9 @@ def load_run(
         return _without_run(str(name), path, base, overrides)
     weights, notice = run_folder.weights(checkpoint if which is None else which)
     recipe = load_recipe(run_folder.path / "recipe.yaml", overrides, check_files=False)
-    _check_overrides(overrides, recipe, adapter=is_adapter(weights))
     tokenizers = [weights, run_folder.path / "model"]
+    saved = any((folder / "tokenizer_config.json").is_file() for folder in tokenizers)
+    _check_overrides(overrides, recipe, adapter=is_adapter(weights), tokenizer=saved)
     return _load(recipe, weights, base, tokenizers, [notice] if notice else [])
 
 
@@ -189,9 +190,12 @@ def _may_be_hub_id(name: str) -> bool:
     return name.count("/") <= 1 and not name.startswith((".", "/", "~")) and Path(name).suffix != ".gguf"
 
 
-def _check_overrides(overrides: Sequence[str], recipe: Recipe, adapter: bool) -> None:
-    """A setting that a forward pass does not heed would have no effect."""
+def _check_overrides(overrides: Sequence[str], recipe: Recipe, adapter: bool, tokenizer: bool = False) -> None:
+    """A setting that a forward pass does not heed would have no effect; nor has one of a tokenizer that was saved."""
+    from lowmem.strategies import STRATEGIES
+
     stages = {strategy.name: strategy.stage for strategy in recipe.strategies}
+    stages |= {name: cls.stage for name, cls in STRATEGIES.items() if cls.stage is Stage.ADAPT}  # also one taken out
     for text in overrides:
         key = text.partition("=")[0].strip()
         section, _, rest = key.partition(".")
@@ -200,7 +204,9 @@ def _check_overrides(overrides: Sequence[str], recipe: Recipe, adapter: bool) ->
             (section == "training" and rest not in ("eval_batch_size", "max_length"))
             or key in ("data.train", "model.name_or_path")
             or (key == "model.dtype" and not adapter)
-            or (section == "strategies" and idle and idle[0] not in FORWARD)
+            or (key in ("model.chat_template", "model.add_tokens") and tokenizer)
+            # an adapter is read from its files, whatever is written about it
+            or (section == "strategies" and idle and (idle[0] is Stage.ADAPT or idle[0] not in FORWARD))
         ):
             raise UserError(f"override '{text}': {key} has no effect on a model that has been trained")
 

@@ -90,13 +90,15 @@ class _Job:
     def __init__(self, run_folder: RunFolder, base: Base | None, dtype: Dtype, checkpoint: str | Path | None) -> None:
         self.run_folder, self.notices = run_folder, list[str]()
         self.adapter = adapter_folder(run_folder, checkpoint)
+        self.notices += earlier_end(run_folder, checkpoint)
         recipe = run_folder.recipe
         strategies = resolve(recipe.strategies)
         # the base is made on the device it was trained on: quantisation rounds a little differently elsewhere
         self.run = Run(recipe.training, pick_device(0), traits(strategies)[0])
         self.load = LoadConfig.of(recipe.model, self.run.device)
         for strategy in strategies:
-            self.load = strategy.configure(self.load, self.run)
+            if strategy.stage is not Stage.ADAPT:  # the adapter is read; one that training began with may have gone
+                self.load = strategy.configure(self.load, self.run)
         self.below = [s for s in strategies if s.stage < Stage.ADAPT]
         if base == "dequantised" and not self.below:
             raise UserError("merge: --base dequantised: the base of this run was not quantised; leave it out")
@@ -112,7 +114,7 @@ class _Job:
 
     def _open_model(self, trust_remote_code: bool) -> None:
         assert self.load.model is not None
-        self.config = load_model_config(self.load.model)
+        self.config = base_config(self.run_folder)
         plain = model_without_data(self.config, trust_remote_code)
         self.rows = vocabulary_rows(plain, self.adapter)
         self.config.get_text_config().vocab_size = self.rows
@@ -201,13 +203,9 @@ class _Job:
     def save_beside(self, folder: Path) -> None:
         """Configuration, generation configuration, tokenizer and its chat template."""
         save_configuration(self.config, self.model, self.dtype, weights_place(self.load.model), folder)  # type: ignore[arg-type]
-        recipe = self.run_folder.recipe
-        tokenizer = load_tokenizer_of(self.run_folder.path / "model", recipe) if self._has_result() else None
+        tokenizer = load_tokenizer_of(self.run_folder.path / "model", self.run_folder.recipe)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
-
-    def _has_result(self) -> bool:
-        return (self.run_folder.path / "model").is_dir()
 
 
 def adapter_folder(run_folder: RunFolder, checkpoint: str | Path | None) -> Path:
@@ -235,6 +233,29 @@ def adapter_folder(run_folder: RunFolder, checkpoint: str | Path | None) -> Path
             f"{run_folder.path} OUT --format transformers` (or gguf) writes it elsewhere"
         )
     return folder
+
+
+def base_config(run_folder: RunFolder) -> Any:
+    """The configuration of a run's base model.
+
+    Raises:
+        UserError: it cannot be had; the message says where another place is written.
+    """
+    try:
+        return load_model_config(run_folder.recipe.model)
+    except UserError as error:
+        raise UserError(
+            f"{error}; where the base model has moved, or was given in memory, write its place into "
+            f"model.name_or_path of {(run_folder.path / 'recipe.yaml').absolute()}"
+        ) from error
+
+
+def earlier_end(run_folder: RunFolder, checkpoint: str | Path | None) -> list[str]:
+    """A notice where the result is not the run's newest state."""
+    newest = run_folder.gone_on() if checkpoint is None else None
+    if newest is None:
+        return []
+    return [f"model/ is of an earlier end of this run, which has gone on; --checkpoint {newest} takes its newest state"]
 
 
 def save_configuration(config: Any, model: Any, dtype: torch.dtype, base: Path, folder: Path) -> None:

@@ -102,6 +102,17 @@ def context_length(model: nn.Module) -> int | None:
     return int(length) if length else None
 
 
+def learned_positions(model: nn.Module) -> int | None:
+    """The most tokens for which the model has learned positions (GPT-2, OPT); None where positions are computed."""
+    length, inner = context_length(model), unwrapped(model)
+    if length is None or not hasattr(inner, "get_input_embeddings"):
+        return None
+    words = {id(module) for module in inner.get_input_embeddings().modules()}  # type: ignore[operator]
+    tables = (m for m in inner.modules() if isinstance(m, nn.Embedding) and id(m) not in words)
+    # OPT's table has two rows more
+    return length if any(length <= table.num_embeddings <= length + 2 for table in tables) else None
+
+
 def linears(model: nn.Module) -> dict[str, nn.Module]:
     """The linear layers inside the decoder layers by their full names, without those that route to experts."""
     inside = {id(module) for block in blocks(model) for module in block.modules()}

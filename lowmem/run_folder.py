@@ -63,6 +63,15 @@ class RunFolder:
         """The whole checkpoints, oldest first."""
         return checkpoint.checkpoints(self.path)
 
+    def gone_on(self) -> str | None:
+        """The newest checkpoint's name where the run went on after `model/` was written and has not ended since."""
+        saved = self.checkpoints()
+        if not saved or not self.result or not holds_weights(self.path / "model"):
+            return None
+        interrupted = str(self.result.get("stopped") or "").startswith("interrupted")
+        later = checkpoint.step_of(saved[-1]) > int(self.result.get("steps") or 0)
+        return saved[-1].name if interrupted or later else None
+
     def weights(self, which: str | int | Path | None = None) -> tuple[Path, str | None]:
         """The folder that holds the weights asked for.
 
@@ -81,7 +90,7 @@ class RunFolder:
             checkpoint.verify_checkpoint(folder)
             return folder, None
         result, saved = self.path / "model", self.checkpoints()
-        if holds_weights(result) and (self.result or not saved):
+        if holds_weights(result) and (not saved or (self.result and not self.gone_on())):
             return result, None
         damages = []
         for folder in reversed(saved):
@@ -153,8 +162,19 @@ def holds_weights(folder: Path) -> bool:
 
 
 def load_tokenizer_of(result: Path, recipe: Recipe) -> Any:
-    """The tokenizer saved beside the result, else that of the base model."""
+    """The tokenizer saved beside the result, else that of the base model; None where there is none.
+
+    Raises:
+        UserError: there is no result yet, and the base model has gone.
+    """
+    if not result.is_dir():
+        return load_tokenizer(recipe.model)
     # what the recipe adds to the base model's tokenizer has been saved with it
     saved = replace(recipe.model, name_or_path=str(result), revision=None, add_tokens=None, chat_template=None)
     own = load_tokenizer(saved)
-    return own if own is not None else load_tokenizer(recipe.model)
+    if own is not None:
+        return own
+    try:
+        return load_tokenizer(recipe.model)
+    except UserError:
+        return None  # the base has gone; a run with a tokenizer has saved it with its result

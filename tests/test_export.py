@@ -77,6 +77,26 @@ def test_transformers_from_an_adapter_and_from_a_whole_model(tmp_path):
     assert AutoTokenizer.from_pretrained(tmp_path / "half").chat_template == byte_tokenizer().chat_template
 
 
+def test_a_checkpoint_of_a_run_without_result(tmp_path):
+    run = make_run(tmp_path, base_model())
+    (run / "model").rename(run / "checkpoint-000003")
+    for file in (run / "checkpoint-000003").glob("*token*"):
+        file.unlink()
+    export(run, tmp_path / "adapter", "peft", checkpoint="checkpoint-000003")
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "adapter")) == len(byte_tokenizer())
+    export(run, tmp_path / "m.gguf", "gguf", checkpoint="checkpoint-000003", check=False)
+
+
+def test_a_whole_model_without_tokenizer_does_not_need_its_base(tmp_path):
+    run = full_run(tmp_path, base_model())
+    for file in (run / "model").glob("*token*"):
+        file.unlink()
+    (tmp_path / "base").rename(tmp_path / "moved")
+    export(run, tmp_path / "out", "transformers")
+    with pytest.raises(UserError, match="has no tokenizer, and a GGUF file needs one"):
+        export(run, tmp_path / "m.gguf", "gguf")
+
+
 # -- gguf -------------------------------------------------------------------------------------------------------------
 
 

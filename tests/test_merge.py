@@ -19,6 +19,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from small_models import VOCABULARY, byte_tokenizer, difference, logits, plain, save_base
 from torch import nn
+from transformers import AutoTokenizer
 
 from lowmem import UserError
 from lowmem.merge import merge
@@ -240,6 +241,23 @@ def test_a_checkpoint_in_place_of_the_result(tmp_path):
     merge(run, tmp_path / "out", checkpoint="checkpoint-000003")
     adapted = PeftModel.from_pretrained(plain(tmp_path / "base"), run / "checkpoint-000003")
     assert difference(logits(plain(tmp_path / "out"), IDS), logits(adapted, IDS)) <= 1e-5
+    # a checkpoint has no tokenizer beside it, and a run that was cut off no result: the base model's goes along
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == byte_tokenizer().chat_template
+
+
+def test_an_adapter_that_training_began_with_may_be_gone(tmp_path):
+    run = make_run(tmp_path, base_model(), f"{{lora: {{adapter_name_or_path: {tmp_path / 'gone'}}}}}")
+    assert merge(run, tmp_path / "out")["probe"]["largest_logit_difference"] <= 1e-4
+
+
+def test_a_base_that_has_moved(tmp_path):
+    run = make_run(tmp_path, base_model())
+    (tmp_path / "base").rename(tmp_path / "moved")
+    with pytest.raises(UserError, match=r"write its place into model.name_or_path of .*run/recipe.yaml"):
+        merge(run, tmp_path / "out")
+    recipe = run / "recipe.yaml"
+    recipe.write_text(recipe.read_text().replace(str(tmp_path / "base"), str(tmp_path / "moved")))
+    merge(run, tmp_path / "out")
 
 
 # -- whole or not at all ----------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from lowmem import (
     load_run,
 )
 from lowmem.durable import seal
+from lowmem.merge import merge
 from lowmem.run_folder import RunFolder
 
 IDS = torch.arange(24).view(2, 12)
@@ -157,6 +158,34 @@ def test_an_interrupted_run_gives_its_newest_checkpoint_and_says_so(lora_run, tm
         load_run(run)
 
 
+def test_a_run_that_went_on_after_its_end_and_was_interrupted(lora_run, tmp_path):
+    """`model/` is of the earlier end; the newest checkpoint is what evaluation should see."""
+    run = tmp_path / "gone-on"
+    shutil.copytree(lora_run[0], run)
+    assert Path(load_run(run).weights).name == "model"
+    written = json.loads((run / "result.json").read_text(encoding="utf-8"))
+    shutil.copytree(run / "checkpoint-000003", run / "checkpoint-000004")  # a kill -9 leaves the earlier result.json
+    for result in (written, {**written, "steps": 4, "stopped": "interrupted by SIGINT"}):
+        (run / "result.json").write_text(json.dumps(result), encoding="utf-8")
+        loaded = load_run(run)
+        assert Path(loaded.weights).name == "checkpoint-000004"
+        assert "has not ended" in loaded.notices[0]
+        notice = "model/ is of an earlier end of this run, which has gone on; --checkpoint checkpoint-000004 "
+        assert merge(run, tmp_path / "out", probe=False)["notices"][0].startswith(notice)
+        shutil.rmtree(tmp_path / "out")
+    early = {**written, "steps": 4, "stopped": "no lower eval_loss"}  # early stopping writes a result
+    (run / "result.json").write_text(json.dumps(early), encoding="utf-8")
+    assert Path(load_run(run).weights).name == "model"
+
+
+def test_the_adapter_that_training_began_with_may_be_gone(lora_run, tmp_path):
+    shutil.copytree(lora_run[0], tmp_path / "first")
+    second = trained(tmp_path, LoRA(adapter_name_or_path=str(tmp_path / "first")))
+    expected = seen(second)
+    shutil.rmtree(tmp_path / "first")
+    assert torch.equal(loaded_logits(tmp_path / "out"), expected)
+
+
 def test_what_is_not_there(lora_run, tmp_path):
     run = lora_run[0]
     with pytest.raises(UserError, match="is no run folder"):
@@ -249,6 +278,8 @@ def test_overrides_without_effect_are_refused(lora_run):
         "data.train=x",
         "strategies.gradient_checkpointing={}",
         "model.name_or_path=x",
+        "strategies.lora=null",
+        "strategies.lora.r=4",
     ):
         with pytest.raises(UserError, match="has no effect on a model that has been trained"):
             load_run(run, overrides=[text])

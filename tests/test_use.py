@@ -32,7 +32,7 @@ from lowmem.answers import Sampling
 from lowmem.conversation import Conversation, Streamer, talk
 from lowmem.evaluation import Scores, evaluate
 from lowmem.loaded import LoadedRun
-from lowmem.model import call
+from lowmem.model import call, learned_positions
 from lowmem.prompts import read_prompts
 from lowmem.recipe import Recipe
 from lowmem.run import Run
@@ -194,6 +194,34 @@ def test_a_head_with_more_to_it_is_noticed():
     assert scores.plain_head is False
 
 
+@pytest.mark.parametrize("kind", ["GPT2", "OPT"])
+def test_rows_beyond_learned_positions_take_one_line(kind, tmp_path):
+    import transformers
+
+    shape = {"vocab_size": VOCABULARY, "n_embd": 32, "n_positions": 64, "n_layer": 1, "n_head": 2}
+    opt = {"vocab_size": VOCABULARY, "hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 32}
+    opt |= {"max_position_embeddings": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = getattr(transformers, f"{kind}Config")(**(shape if kind == "GPT2" else opt))
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    long, fits = [{"input_ids": [7] * 65}], [{"input_ids": [7] * 64}]
+    wanted = "rows have up to 65 tokens, and the model has positions for 64; set it to 64"
+    loaded = around(model, byte_tokenizer(CHAT + PROMPT), max_length=128)
+    assert math.isfinite(evaluate(loaded, fits)["eval_loss"])
+    with pytest.raises(UserError, match=wanted):
+        evaluate(loaded, long)
+    with pytest.raises(UserError, match=r"prompt 1 has .* the model's context 64"):
+        evaluate(loaded, fits, [{"prompt": "x" * 70, "completion": "y"}])
+    for train, held_out in ((long, fits), (fits, long)):
+        with pytest.raises(UserError, match=wanted):
+            Trainer(model, train, held_out, training=numbers(max_length=128))
+    Trainer(model, fits, fits, training=numbers(max_length=128))
+
+
+def test_computed_positions_have_no_end():
+    model = small("Llama", vocab_size=256, max_position_embeddings=256)
+    assert learned_positions(model) is None
+
+
 def test_a_loss_that_is_not_finite_is_an_error():
     model = make_llama()
     with torch.no_grad():
@@ -347,6 +375,8 @@ def test_mistakes_take_one_line(talker, tmp_path):
     assert "give a file with --data" in one_line(here("evaluate", str(talker.parent / "base")))
     assert "no such file" in one_line(here("evaluate", run, "--data", str(tmp_path / "none.jsonl")))
     assert "has no effect" in one_line(here("evaluate", run, "training.seed=1"))
+    assert "has no effect" in one_line(here("evaluate", run, "model.chat_template='{{ messages }}'"))
+    assert "64 bits" in one_line(here("generate", run, "--prompt", "x", "--temperature", "1", "--seed", str(2**64)))
     assert "for 187 new tokens" in one_line(  # <bos>, <u>, 66 bytes, <a> of a context of 256
         here("generate", run, "--prompt", "x" * 66, "--max-new-tokens", "188")
     )
@@ -398,8 +428,16 @@ def test_the_kv_cache_is_used(speaker):
     assert lengths == [11, 1, 1, 1, 1, 1]
 
 
+@pytest.mark.parametrize("setting", [{"return_dict_in_generate": True}, {"num_beams": 2, "num_return_sequences": 2}])
+def test_a_generation_config_that_asks_for_other_output(speaker, setting):
+    expected = speaker.generate(["x", "yy"], 8)
+    speaker.model.generation_config.update(**setting)
+    assert speaker.generate(["x", "yy"], 8) == expected
+
+
 def test_sampling_is_repeatable_and_leaves_the_generator_alone(speaker):
-    speaker.model.generation_config.top_k = 1  # the model's own config must not narrow what is drawn
+    # the model's own config must not narrow what is drawn
+    speaker.model.generation_config.update(top_k=1, min_p=1.0, typical_p=0.01)
     state = torch.get_rng_state()
     draw = [speaker.generate(["x"], 8, sampling=Sampling(1.5, seed=seed)) for seed in (1, 1, 2)]
     assert draw[0] == draw[1] != draw[2]
