@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -88,7 +90,11 @@ class ExactMatch:
     def __call__(self, event: Event) -> None:
         """Answer at `begin` and at `finish`."""
         if event.kind == "begin":
-            self.pairs = prompts_and_answers(self.source, event.trainer.data)
+            left_out: Counter[str] = Counter()
+            self.pairs = prompts_and_answers(self.source, event.trainer.data, lambda why: left_out.update([why]))
+            if left_out:
+                reasons = ", ".join(f"{number} {why}" for why, number in left_out.most_common())
+                event.trainer.run.notice(f"data.exact_match: {left_out.total()} rows left out: {reasons}")
             self.before = self._first_answers(event)
         elif event.kind == "finish":
             self._report(event.trainer, self._answer(event.trainer, "after"))
@@ -97,13 +103,20 @@ class ExactMatch:
         """Those of the untrained model: made now, or, in a resumed run, taken from its folder."""
         folder = event.trainer.books.folder
         kept = folder / "answers_before.json" if folder else None
+        rows = hashlib.sha256(json.dumps(self.pairs, default=str).encode()).hexdigest()
         if kept and kept.is_file():
-            return list(json.loads(kept.read_text(encoding="utf-8")))
+            found = json.loads(kept.read_text(encoding="utf-8"))
+            if not isinstance(found, dict) or found["rows"] != rows:
+                raise UserError(
+                    f"data.exact_match: {self.source} has other rows than those answered before the first step "
+                    f"({kept}); give these again, or start anew"
+                )
+            return list(found["answers"])
         if event.metrics["step"]:
             raise UserError("data.exact_match: the resumed run has no answers_before.json, made before its first step")
         answers = self._answer(event.trainer, "before")
         if kept:
-            write_text(kept, json.dumps(answers, ensure_ascii=False, indent=1))
+            write_text(kept, json.dumps({"rows": rows, "answers": answers}, ensure_ascii=False, indent=1))
         return answers
 
     def _answer(self, trainer: Trainer, moment: str) -> list[str]:

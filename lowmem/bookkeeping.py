@@ -48,6 +48,8 @@ class Bookkeeping:
         self.early = EarlyStopping(self.numbers.early_stopping_patience, self.numbers.early_stopping_threshold)
         if self.early.patience and trainer.eval_dataset is None:
             raise UserError("training.early_stopping_patience: counts evaluations, and there is no eval data")
+        if self._tracks_best and trainer.eval_dataset is None:
+            raise UserError("training: tracking the best model needs evaluations, and there is no eval data")
 
     # -- the three moments --------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from lowmem.adapters import empty_adapters
+from lowmem.data import TokenizedDataset
 from lowmem.errors import UserError
 from lowmem.model import learned_positions
 from lowmem.run import Run
@@ -62,6 +63,24 @@ def require_trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     if not trainable:
         raise UserError("model: no parameter is trainable; unfreeze some, or add the strategy lora")
     return trainable
+
+
+def require_known_tokens(model: nn.Module, rows: object) -> None:
+    """Every token id has a row in the embedding: on a GPU, an id beyond it ends the process with a riddle.
+
+    Raises:
+        UserError: one has none. Rows of a stream are not known yet, and are not looked at.
+    """
+    embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    vocabulary = len(weight) if (weight := getattr(embedding, "weight", None)) is not None else None
+    if vocabulary is None or not isinstance(rows, TokenizedDataset) or not len(rows):
+        return
+    for name, ids in (("token id", rows.input_ids), ("label", rows.labels)):
+        if (highest := int(ids.max())) >= vocabulary:
+            raise UserError(
+                f"data: the rows have the {name} {highest}, and the model knows {vocabulary:,} tokens; they were made "
+                "with another tokenizer"
+            )
 
 
 # -- loss and gradient ------------------------------------------------------------------------------------------------

@@ -35,10 +35,12 @@ class Source:
 def fresh_folder(wanted: Path) -> tuple[Path, durable.Lock]:
     """`wanted`, or with a number behind it where a run already lies there (nothing is overwritten); and its lock."""
     folder, number = wanted, 1
-    while folder.exists() and any(folder.iterdir()):
-        number += 1
-        folder = wanted.with_name(f"{wanted.name}-{number}")
+    if wanted.exists() and not wanted.is_dir():
+        raise UserError(f"training.output_dir: {wanted.absolute()} is a file, not a folder")
     with durable.disk_errors(folder):
+        while folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            number += 1
+            folder = wanted.with_name(f"{wanted.name}-{number}")
         folder.mkdir(parents=True, exist_ok=True)
     return folder, durable.Lock(folder)
 

@@ -17,7 +17,7 @@ from lowmem.adapters import refuse_adapter
 from lowmem.answers import ExactMatch
 from lowmem.batches import make_cursor, to_device
 from lowmem.bookkeeping import Bookkeeping
-from lowmem.checks import require_finite, require_positions, require_trainable
+from lowmem.checks import require_finite, require_known_tokens, require_positions, require_trainable
 from lowmem.config import DataConfig, LoadConfig, ModelConfig, TrainingConfig
 from lowmem.data import TokenizedDataset, tokenize
 from lowmem.data.stream import open_training_rows, require_length
@@ -90,6 +90,7 @@ class Trainer:
         self.model = self.run.model = self._wrap("wrap_model", plain)
         for tokenized in (self.train_dataset, self.eval_dataset):
             require_positions(self.model, tokenized, self.training.max_length)
+            require_known_tokens(self.model, tokenized)
         raise_trainable_dtype(self.model, load.trainable_dtype)
         self.run.trainable = require_trainable(self.model)
         self.loss = self._wrap("wrap_loss", next_token_cross_entropy)

@@ -76,3 +76,28 @@ def test_a_tokenizer_without_an_end_is_refused():
     model.generation_config.eos_token_id = None
     with pytest.raises(UserError, match="no end-of-sequence token"):
         generate(model, tokenizer, ["x"], max_new_tokens=2, batch_size=1)
+
+
+def asked(tmp_path, texts, **data) -> Trainer:
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text("".join(f"{text}\n" for text in texts), encoding="utf-8")
+    numbers = TrainingConfig(batch_size=4, max_steps=2, save_steps=1, output_dir=str(tmp_path / "out"))
+    return Trainer(
+        llama(vocab_size=300), ROWS, tokenizer=byte_tokenizer(CHAT + PROMPT), training=numbers,
+        observers=[ExactMatch(str(held_out))], data=DataConfig(**data),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("changed", [ROWS[:3], [*ROWS[:3], ROWS[0]]], ids=["fewer", "others"])
+def test_other_rows_than_before_are_refused_on_resume(tmp_path, changed):
+    asked(tmp_path, map(json.dumps, ROWS)).train()
+    assert asked(tmp_path, map(json.dumps, ROWS)).train(resume_from=True)["exact_match_rows"] == 4
+    with pytest.raises(UserError, match="other rows than those answered before the first step"):
+        asked(tmp_path, map(json.dumps, changed)).train(resume_from=True)
+
+
+def test_rows_left_out_are_counted(tmp_path):
+    trainer = asked(tmp_path, [*map(json.dumps, ROWS), "no JSON", '{"text": "no answer"}'], on_bad_row="skip")
+    result = trainer.train()
+    assert result["exact_match_rows"] == 4
+    assert "data.exact_match: 2 rows left out: 1 not JSON, 1 no prompt" in result["notices"]

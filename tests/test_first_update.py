@@ -20,6 +20,7 @@ from lowmem import (
     PureBF16,
     Stage,
     Strategy,
+    Trainer,
     UserError,
 )
 from lowmem.checks import FirstUpdate
@@ -132,3 +133,12 @@ def test_it_costs_no_copy_of_the_weights() -> None:
     assert check.before is not None
     assert all(isinstance(value, float) for value in check.before)
     assert len(check.before) == len(trainer.run.trainable)
+
+
+@pytest.mark.parametrize("bad", [{"input_ids": [1, 2, 9_999]}, {"input_ids": [1, 2, 3], "labels": [1, 2, 9_999]}])
+@pytest.mark.parametrize("split", ["train", "eval"])
+def test_token_ids_beyond_the_model_s_are_refused(bad, split):
+    good = [{"input_ids": [1, 2, 3]}]
+    sets = (good, [*good, bad]) if split == "eval" else ([*good, bad], good)
+    with pytest.raises(UserError, match=r"(token id|label) 9999, and the model knows .* another tokenizer"):
+        Trainer(make_llama(), *sets)

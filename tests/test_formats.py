@@ -340,3 +340,24 @@ def test_exact_match_takes_plain_chats_only() -> None:
         with pytest.raises(UserError, match="tools or a reasoning"):
             prompts_and_answers([row])
     assert prompts_and_answers([rows[0]], DataConfig(format="sharegpt")) == [(talk("q"), "a")]
+
+
+def test_padding_is_taken_off_and_not_learnt() -> None:
+    row = {"input_ids": [0, 5, 6, 7, 0, 0], "loss_weights": [1, 1, 1, 0.5, 1, 1], "attention_mask": [0, 1, 1, 1, 0, 0]}
+    found = one(row, None)
+    assert found["input_ids"].tolist() == found["labels"].tolist() == [5, 6, 7]
+    assert found["loss_weights"].tolist() == [1, 1, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("mask", "words"),
+    [
+        ([1, 0, 1], "hides tokens between others"),
+        ([1, 1], "2 entries"),
+        ([0, 0, 0], "empty row"),
+        ("a", "list of 0 and 1"),
+    ],
+)
+def test_an_attention_mask_that_is_no_padding(mask: Any, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        one({"input_ids": [5, 6, 7], "attention_mask": mask}, None)

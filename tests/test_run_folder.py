@@ -26,6 +26,7 @@ from lowmem import (
 )
 from lowmem.durable import seal
 from lowmem.merge import merge
+from lowmem.resume import fresh_folder
 from lowmem.run_folder import RunFolder
 
 IDS = torch.arange(24).view(2, 12)
@@ -293,3 +294,19 @@ def test_the_best_checkpoint_names_a_deleted_one(tmp_path, lora_run):
     shutil.rmtree(run / "checkpoint-000002")
     with pytest.raises(UserError, match="no checkpoint of step 2; it has 3"):
         load_run(run, "best")
+
+
+def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path):
+    (tmp_path / "out").write_text("kept")
+    with pytest.raises(UserError, match=r"training\.output_dir: .*out is a file, not a folder"):
+        fresh_folder(tmp_path / "out")
+    assert (tmp_path / "out").read_text() == "kept"
+
+
+def test_a_file_with_the_next_number_is_passed_over(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "x").touch()
+    (tmp_path / "out-2").touch()
+    folder, lock = fresh_folder(tmp_path / "out")
+    lock.release()
+    assert folder.name == "out-3"

@@ -529,3 +529,8 @@ def test_settings_of_early_stopping(settings, words):
 def test_early_stopping_needs_eval_data():
     with pytest.raises(UserError, match=r"early_stopping_patience: .*there is no eval data"):
         train(llama(), rows(4), early_stopping_patience=2, eval_steps=1)
+
+
+def test_the_best_model_needs_eval_data():
+    with pytest.raises(UserError, match="tracking the best model needs evaluations, and there is no eval data"):
+        train(llama(), rows(4), load_best_model_at_end=True, save_steps=1, eval_steps=1)

@@ -205,3 +205,14 @@ def test_streams_are_read_lazily() -> None:
 def test_text_that_is_no_path() -> None:
     with pytest.raises(UserError, match="cannot be a path"):
         texts("x" * 5000)
+
+
+def test_a_data_set_with_a_length_ends_there() -> None:
+    class Endless:
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, number: int) -> dict[str, str]:
+            return {"text": f"row {number}"}
+
+    assert [row["text"] for row, _ in islice(read_rows(Endless()), 10)] == ["row 0", "row 1", "row 2"]

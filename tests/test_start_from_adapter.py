@@ -264,3 +264,12 @@ def test_a_recipe_s_path_starts_from_its_folder(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"x.yaml:3: .*adapter_name_or_path: no such file: .*recipes/third"):
         load_recipe("recipes/x.yaml")
     assert load_recipe("recipes/x.yaml", check_files=False).strategies
+
+
+def test_tokens_that_the_base_does_not_have_are_asked_for(tmp_path):
+    place = adapter(tmp_path / "first", trainable_token_indices=[1, 2])
+    config = json.loads((place / "adapter_config.json").read_text(encoding="utf-8"))
+    config["trainable_token_indices"] = {"embed_tokens": [1, 10_000]}
+    (place / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(UserError, match=r"lora.adapter_name_or_path: .* has trained 1 tokens .*model.add_tokens"):
+        start(place)

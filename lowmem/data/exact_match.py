@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from lowmem.config import DataConfig
@@ -10,12 +11,15 @@ from lowmem.data.rows import Chat, Dropped, Message, Text, read
 from lowmem.errors import UserError
 
 
-def prompts_and_answers(source: Any, data: DataConfig | None = None) -> list[tuple[list[Message] | str, str]]:
+def prompts_and_answers(
+    source: Any, data: DataConfig | None = None, left_out: Callable[[str], None] | None = None
+) -> list[tuple[list[Message] | str, str]]:
     """Split every row into what is asked and what should be answered.
 
     Args:
         source: whatever `read_rows` takes; rows of messages, instruction or prompt/completion.
         data: format and on_bad_row; its paths are not looked at.
+        left_out: called with the reason of every row that `on_bad_row: skip` leaves out.
 
     Returns:
         (prompt, answer) for each row: messages for the chat template (or for `render.plain_prompt`), or a plain string.
@@ -30,6 +34,8 @@ def prompts_and_answers(source: Any, data: DataConfig | None = None) -> list[tup
     def bad(error: BadRowError) -> None:
         if not skip:
             raise error
+        if left_out:
+            left_out(error.reason)
 
     pairs: list[tuple[list[Message] | str, str]] = []
     for row, where in read_rows(source, bad):

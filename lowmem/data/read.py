@@ -46,7 +46,9 @@ def read_rows(source: Any, on_bad: OnBad = stop) -> Rows:
         splits = ", ".join(map(str, source))
         raise UserError(f"a mapping is no list of rows; choose one of its parts (data['train']); it has: {splits}")
     try:
-        rows = iter(source)
+        # by number: a data set of torch need not say where it ends
+        numbered = hasattr(source, "__len__") and hasattr(source, "__getitem__") and not hasattr(source, "__iter__")
+        rows = map(source.__getitem__, range(len(source))) if numbered else iter(source)
     except TypeError:
         raise UserError(f"rows come from a path, a list or a data set; got {type(source).__name__}") from None
     first = next(rows, END)

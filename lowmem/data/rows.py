@@ -68,7 +68,7 @@ def read_text(row: Row, where: str) -> Text:
 
 
 def read_tokens(row: Row, where: str) -> Tokens:
-    """`input_ids`, maybe `labels` (-100: no loss; missing: every token) and `loss_weights` (0 or more)."""
+    """`input_ids`, maybe `labels` (-100: no loss; missing: every token), `loss_weights` and `attention_mask`."""
     ids = _ints(row, "input_ids", where, lowest=0)
     if not len(ids):
         raise Dropped("empty row")
@@ -88,7 +88,27 @@ def read_tokens(row: Row, where: str) -> Tokens:
         if other is not None and len(other) != len(ids):
             message = f"'{name}' has {len(other)} entries, 'input_ids' {len(ids)}"
             raise BadRowError(where, message, "lengths differ")
-    return Tokens(ids, labels, weights)
+    return _without_padding(row, where, Tokens(ids, labels, weights))
+
+
+def _without_padding(row: Row, where: str, tokens: Tokens) -> Tokens:
+    """The row without what its `attention_mask` (or None) calls padding, before the tokens or after them."""
+    if row.get("attention_mask") is None:
+        return tokens
+    mask = np.asarray(row["attention_mask"])
+    if mask.ndim != 1 or mask.dtype.kind not in "iubf":
+        raise BadRowError(where, "'attention_mask' is a list of 0 and 1", "wrong type")
+    if len(mask) != len(tokens.input_ids):
+        message = f"'attention_mask' has {len(mask)} entries, 'input_ids' {len(tokens.input_ids)}"
+        raise BadRowError(where, message, "lengths differ")
+    real = mask.nonzero()[0]
+    if not len(real):
+        raise Dropped("empty row")
+    kept = slice(real[0], real[-1] + 1)
+    if not mask[kept].all():
+        raise BadRowError(where, "'attention_mask' hides tokens between others; it may hide padding", "wrong value")
+    weights = None if tokens.loss_weights is None else tokens.loss_weights[kept]
+    return Tokens(tokens.input_ids[kept], tokens.labels[kept], weights)
 
 
 @dataclass(frozen=True)

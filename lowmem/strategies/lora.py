@@ -15,7 +15,15 @@ from lowmem.adapters import another, open_adapter, plain_setting, take_over
 from lowmem.config import LoadConfig
 from lowmem.errors import UserError
 from lowmem.libraries import import_bitsandbytes
-from lowmem.model import adaptable, embedding_names, fused_experts, linears, new_token_ids, ties_embeddings
+from lowmem.model import (
+    adaptable,
+    embedding_names,
+    fused_experts,
+    linears,
+    new_token_ids,
+    ties_embeddings,
+    unwrapped,
+)
 from lowmem.run import Run
 from lowmem.strategy import ForwardBackward, Sample, Stage, Strategy, Trait
 from lowmem.weights import load_weights
@@ -130,6 +138,14 @@ class LoRA(Strategy):
     def _old_config(self, model: nn.Module) -> Any:
         assert self._start is not None
         place, config = self._start
+        inner: Any = unwrapped(model)
+        rows = config.trainable_token_indices or []
+        ids = rows if isinstance(rows, list) else [row for some in rows.values() for row in some]
+        if ids and (new := len({row for row in ids if row >= len(inner.get_input_embeddings().weight)})):
+            raise UserError(
+                f"lora.adapter_name_or_path: {place} has trained {new} tokens that the base does not have; give the "
+                "same model.add_tokens as then"
+            )
         if self.target_modules == "all-linear":
             held = plain_setting(config.target_modules)
             chosen = {n for n, _ in model.named_modules() if any(f".{n}".endswith(f".{t}") for t in held)}
