@@ -72,7 +72,8 @@ class Cursor:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the run stands, as plain values for `trainer.json`."""
-        return {"epoch": self.epoch, "consumed": self.consumed, "rows": self.num_rows}
+        digest = getattr(self.rows, "digest", None)
+        return {"epoch": self.epoch, "consumed": self.consumed, "rows": self.num_rows, "digest": digest}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from where `state_dict` was taken.

@@ -217,9 +217,12 @@ class Bookkeeping:
         self.loss_sum, self.loss_count = record["losses"]
         self.losses, self.cut_evaluation = record["losses_to_log"], record["cut_evaluation"]
         self.last_eval = tuple(record["last_eval"]) if record["last_eval"] else None
-        if (before := record["cursor"]["rows"]) != self.trainer.cursor.num_rows:
+        before, here = record["cursor"], self.trainer.cursor.state_dict()
+        if before["rows"] == here["rows"] and before.get("digest") != here.get("digest"):
+            self.trainer.run.notice("resume: the training rows are others than before, though as many")
+        if before["rows"] != self.trainer.cursor.num_rows:
             self.trainer.run.notice(
-                f"resume: the training set had {before:,} rows and has {self.trainer.cursor.num_rows:,}; "
+                f"resume: the training set had {before['rows']:,} rows and has {self.trainer.cursor.num_rows:,}; "
                 "the order of rows is another one from here on"
             )
         self.last_log = (0.0, self.trainer.tokens)

@@ -431,3 +431,16 @@ def test_a_run_folder_tells_what_was_run(tmp_path):
     result = json.loads((folder / "result.json").read_text())
     assert result["eval_loss"] == lines[3]["eval_loss"] == trainer.result["eval_loss"]
     assert np.isfinite(result["train_loss"])
+
+
+def test_other_rows_of_the_same_number_are_noticed(tmp_path):
+    def train(data, steps, resume=None):
+        training = numbers(max_steps=steps, save_steps=2, output_dir=str(tmp_path / "run"))
+        trainer = Trainer(llama(), data, training=training)
+        return trainer.train(resume_from=resume)["notices"]
+
+    changed = rows(8)
+    changed[3] = {**changed[3], "input_ids": list(reversed(changed[3]["input_ids"]))}
+    train(rows(8), 2)
+    assert not any("training rows" in notice for notice in train(rows(8), 4, resume=True))
+    assert any("the training rows are others" in notice for notice in train(changed, 6, resume=True))
