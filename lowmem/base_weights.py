@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,7 +22,7 @@ _REOPEN_BYTES = 1 << 25  # what was read of a mapped file counts as this process
 
 
 @dataclass
-class Weights:
+class Weights(ABC):
     """Tensors by their keys on disk.
 
     Attributes:
@@ -36,18 +37,18 @@ class Weights:
     dtype: torch.dtype = torch.float32
     spellings: dict[str, str] = field(default_factory=dict)
 
+    @abstractmethod
     def read(self, key: str) -> Tensor:
         """The tensor, on the CPU."""
-        raise NotImplementedError
 
     def output_key(self, name: str) -> str:
         """The key under which the tensor is written: its own on disk, where it has one."""
         return self.spellings.get(name, name)
 
     @property
+    @abstractmethod
     def num_bytes(self) -> int:
         """Bytes of all tensors as they are stored."""
-        raise NotImplementedError
 
 
 class SafetensorsWeights(Weights):

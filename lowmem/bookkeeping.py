@@ -14,7 +14,6 @@ from lowmem import checkpoint, durable, resume, run_log
 from lowmem.checks import SelfChecks
 from lowmem.early_stopping import EarlyStopping
 from lowmem.environment import peak_bytes, seed_everything, versions
-from lowmem.errors import UserError
 from lowmem.interrupts import CutShort
 from lowmem.json_schema import plain
 from lowmem.memory.flat import MemoryWatch
@@ -46,10 +45,6 @@ class Bookkeeping:
         self.last_save: Path | None = None
         self.checks, self.memory = SelfChecks(trainer.run), MemoryWatch(trainer.run)
         self.early = EarlyStopping(self.numbers.early_stopping_patience, self.numbers.early_stopping_threshold)
-        if self.early.patience and trainer.eval_dataset is None:
-            raise UserError("training.early_stopping_patience: counts evaluations, and there is no eval data")
-        if self._tracks_best and trainer.eval_dataset is None:
-            raise UserError("training: tracking the best model needs evaluations, and there is no eval data")
 
     # -- the three moments --------------------------------------------------------------------------------------------
 

@@ -10,7 +10,10 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from lowmem.adapters import empty_adapters
+from lowmem.config import TrainingConfig
 from lowmem.data import TokenizedDataset
+from lowmem.data.chunks import check_tokens
+from lowmem.data.stream import TokenStream
 from lowmem.errors import UserError
 from lowmem.model import learned_positions
 from lowmem.run import Run
@@ -65,22 +68,30 @@ def require_trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return trainable
 
 
+def require_eval_rows(numbers: TrainingConfig, rows: object | None) -> None:
+    """What counts on evaluations has rows to evaluate (tracking the best and early stopping need `eval_steps`).
+
+    Raises:
+        UserError: `eval_steps` without rows.
+    """
+    if numbers.eval_steps and rows is None:
+        raise UserError("training.eval_steps: there is no eval data; give data.eval (eval_dataset), or leave it out")
+
+
 def require_known_tokens(model: nn.Module, rows: object) -> None:
     """Every token id has a row in the embedding: on a GPU, an id beyond it ends the process with a riddle.
 
     Raises:
-        UserError: one has none. Rows of a stream are not known yet, and are not looked at.
+        UserError: one has none. Those of a stream are looked at when they come.
     """
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
     vocabulary = len(weight) if (weight := getattr(embedding, "weight", None)) is not None else None
-    if vocabulary is None or not isinstance(rows, TokenizedDataset) or not len(rows):
+    if vocabulary is None or rows is None:
         return
-    for name, ids in (("token id", rows.input_ids), ("label", rows.labels)):
-        if (highest := int(ids.max())) >= vocabulary:
-            raise UserError(
-                f"data: the rows have the {name} {highest}, and the model knows {vocabulary:,} tokens; they were made "
-                "with another tokenizer"
-            )
+    if isinstance(rows, TokenizedDataset):
+        check_tokens(rows.input_ids, rows.labels, vocabulary)
+    elif isinstance(rows, TokenStream):
+        rows.vocabulary = vocabulary
 
 
 # -- loss and gradient ------------------------------------------------------------------------------------------------

@@ -9,14 +9,17 @@ import shutil
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import requires
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
+from lowmem.environment import version_of
 from lowmem.errors import UserError
 from lowmem.facts import strategy_facts, variants
 from lowmem.strategies import STRATEGIES
@@ -60,27 +63,17 @@ def diagnose(say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
 
 def _versions() -> dict[str, dict[str, str]]:
     """Python, lowmem and what it depends on."""
-    found = {"python": {"version": platform.python_version()}, "lowmem": {"version": _version("lowmem")}}
-    for requirement in requires("lowmem") or ():
-        wanted = requirement.split(";")[0]
-        if "extra" in requirement:
-            continue
-        name = wanted.split(">")[0].strip()
-        found[name] = {"version": _version(name), "wanted": wanted[len(name) :].strip()}
+    found = {"python": {"version": platform.python_version()}, "lowmem": {"version": version_of("lowmem")}}
+    for requirement in map(Requirement, requires("lowmem") or ()):
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            found[requirement.name] = {"version": version_of(requirement.name), "wanted": str(requirement.specifier)}
     return found
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def _installed(name: str) -> str | None:
     if find_spec(name) is None:
         return None
-    return _version(name)
+    return version_of(name)
 
 
 def _host() -> dict[str, Any]:
@@ -268,6 +261,4 @@ def _gib(size: int) -> str:
 
 def _satisfies(found: str, wanted: str) -> bool:
     """Whether a version is what a requirement such as `>=2.10` asks for."""
-    from packaging.specifiers import SpecifierSet
-
     return not wanted or (found[:1].isdigit() and SpecifierSet(wanted, prereleases=True).contains(found))

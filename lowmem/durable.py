@@ -45,8 +45,8 @@ def new_folder(folder: Path, needed: int | None = None, sealed: bool = False) ->
             if sealed:
                 seal(partial)
             for file in partial.rglob("*"):
-                _sync(file)
-            _sync(partial)
+                sync(file)
+            sync(partial)
             _put(partial, folder)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -62,7 +62,7 @@ def write_text(path: Path, text: str) -> None:
     with disk_errors(path, len(text)):
         try:
             partial.write_text(text, encoding="utf-8")
-            _sync(partial)
+            sync(partial)
             os.replace(partial, path)
         finally:
             partial.unlink(missing_ok=True)
@@ -195,7 +195,7 @@ def remove(folder: Path) -> None:
 def _put(partial: Path, folder: Path) -> None:
     if not folder.exists():
         partial.rename(folder)
-        _sync(folder.parent)
+        sync(folder.parent)
         return
     old = _beside(folder, "replaced")
     shutil.rmtree(old, ignore_errors=True)
@@ -206,7 +206,7 @@ def _put(partial: Path, folder: Path) -> None:
         if not folder.exists():
             old.rename(folder)
         raise
-    _sync(folder.parent)
+    sync(folder.parent)
     shutil.rmtree(old)
 
 
@@ -226,7 +226,8 @@ def _is_alive(process: int) -> bool:
     return True
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Wait until a file or folder is on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -13,12 +13,13 @@ import torch
 
 def versions() -> dict[str, str]:
     """Versions of what computes."""
-    found = {name: _version(name) for name in ("lowmem", "torch", "transformers", "peft", "bitsandbytes", "datasets")}
+    found = {name: version_of(name) for name in ("lowmem", "torch", "transformers", "peft", "bitsandbytes", "datasets")}
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
     return {**found, "python": platform.python_version(), "device": device, "threads": str(torch.get_num_threads())}
 
 
-def _version(name: str) -> str:
+def version_of(name: str) -> str:
+    """A package's version, or `not installed`."""
     try:
         return version(name)
     except PackageNotFoundError:

@@ -17,10 +17,12 @@ from lowmem.fetch import WEIGHTS
 from lowmem.gguf_layout import Layout
 from lowmem.gguf_writer import Quantization, write_gguf
 from lowmem.loading import is_gguf, load_model, load_model_config, load_tokenizer, weights_place
-from lowmem.merge import Base, Dtype, adapter_folder, base_config, earlier_end, merge
+from lowmem.merge import Base, Dtype, base_config, merge, trained_weights
 from lowmem.probe import compare, fits, logits, plain_model, probe_ids, release
+from lowmem.rebuild import given_in_memory
 from lowmem.run_folder import RunFolder, load_tokenizer_of
 from lowmem.shards import ShardWriter, require_space, whole_or_nothing
+from lowmem.strategy import Stage
 
 Format = Literal["peft", "transformers", "gguf"]
 _BYTES = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32}
@@ -49,7 +51,7 @@ def export(
         dtype: of a transformers model; `auto` keeps what is there.
         quantization: of a GGUF file's matrices.
         base: as in `merge`.
-        checkpoint: a checkpoint folder, or the name of one of the run's, in place of the result.
+        checkpoint: a step, `best`, or a checkpoint's name or folder, in place of the result.
         check: load what was written, and compare its logits (and a GGUF file's tokens).
 
     Returns:
@@ -71,29 +73,36 @@ def export(
 
 
 def _export_adapter(run_folder: RunFolder, place: Path, checkpoint: str | Path | None) -> dict[str, Any]:
-    source = adapter_folder(run_folder, checkpoint)
+    source, notices = trained_weights(run_folder, checkpoint)
+    if not (source / "adapter_config.json").is_file():
+        raise UserError(f"export: {source.absolute()} is a whole model, no adapter; use --format transformers or gguf")
     model = run_folder.recipe.model
     with whole_or_nothing(place) as folder:
         folder.mkdir()
         shutil.copyfile(source / "adapter_model.safetensors", folder / "adapter_model.safetensors")
         config = json.loads((source / "adapter_config.json").read_text(encoding="utf-8"))
-        known = WEIGHTS.get(model.name_or_path)
-        config["base_model_name_or_path"] = known.hub_id if known else model.name_or_path
-        config["revision"] = model.revision
+        if given_in_memory(model):
+            notices.append("base model: it was given in memory; write its name into adapter_config.json")
+        else:
+            known = WEIGHTS.get(model.name_or_path)
+            config["base_model_name_or_path"] = known.hub_id if known else model.name_or_path
+            config["revision"] = model.revision
+            notices.append(f"base model: {config['base_model_name_or_path']}")
         text = json.dumps(config, indent=2, sort_keys=True) + "\n"
         (folder / "adapter_config.json").write_text(text, encoding="utf-8")
         tokenizer = load_tokenizer_of(run_folder.path / "model", run_folder.recipe)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         size = (folder / "adapter_model.safetensors").stat().st_size
-    notices = [f"base model: {config['base_model_name_or_path']}", *earlier_end(run_folder, checkpoint)]
+    if below := [s.name for s in run_folder.recipe.strategies if s.stage < Stage.ADAPT]:
+        notices.append(f"the adapter was trained on a base changed by {' and '.join(below)}: load the base in that way")
     return {"bytes": size, "check": None, "notices": notices}
 
 
 def _export_model(
     run_folder: RunFolder, place: Path, dtype: Dtype, base: Base | None, checkpoint: str | Path | None, check: bool
 ) -> dict[str, Any]:
-    source = _result(run_folder, checkpoint)
+    source, notices = trained_weights(run_folder, checkpoint)
     if (source / "adapter_config.json").is_file():
         report = merge(run_folder, place, base=base, dtype=dtype, checkpoint=checkpoint, probe=check)
         return {"bytes": report["bytes"], "check": report["probe"], "notices": report["notices"]}
@@ -103,7 +112,6 @@ def _export_model(
         folder.mkdir()
         size = _copy_model(source, folder, None if dtype == "auto" else getattr(torch, dtype))
         _save_tokenizer(run_folder, folder)
-        notices = earlier_end(run_folder, checkpoint)
         result = None
         if check and fits(source, notices):
             model = plain_model(source)
@@ -143,7 +151,7 @@ def _export_gguf(
 ) -> dict[str, Any]:
     if place.suffix != ".gguf":
         raise UserError(f"export: {place}: a GGUF model is one file; give a name that ends with .gguf")
-    source, recipe = _result(run_folder, checkpoint), run_folder.recipe
+    (source, notices), recipe = trained_weights(run_folder, checkpoint), run_folder.recipe
     is_adapter = (source / "adapter_config.json").is_file()
     config = base_config(run_folder) if is_adapter else load_model_config(ModelConfig(str(source)))
     Layout(config)  # refuses before any work
@@ -151,17 +159,15 @@ def _export_gguf(
     if tokenizer is None:
         raise UserError(f"export: {run_folder.path} has no tokenizer, and a GGUF file needs one")
     origin = weights_place(recipe.model) if is_gguf(recipe.model) else None
-    notices: list[str] = []
     with whole_or_nothing(place) as partial:
         work = partial.with_name(f"{partial.name}.merged")
         try:
             if is_adapter:
                 report = merge(run_folder, work, base=base, dtype="float32", checkpoint=checkpoint, probe=False)
-                notices += report["notices"]
+                notices = report["notices"]
                 source = work
             else:
                 _refuse_base(base)
-                notices += earlier_end(run_folder, checkpoint)
             require_space(
                 place, int(sum(f.stat().st_size for f in source.glob("*.safetensors")) * _BYTES[quantization] / 2)
             )
@@ -203,15 +209,6 @@ def _check_gguf(
             f"export: read back, the logits differ by {result['largest_logit_difference']:.2g}; nothing was written"
         )
     return result
-
-
-def _result(run_folder: RunFolder, checkpoint: str | Path | None) -> Path:
-    """The folder of the weights: a whole model's, or an adapter's."""
-    folder = run_folder.path / (checkpoint or "model")
-    folder = folder if folder.is_dir() else Path(checkpoint or folder).expanduser()
-    if not folder.is_dir():
-        raise UserError(f"export: {folder.absolute()}: no such folder; model/ is written when training ends")
-    return folder
 
 
 def _refuse_base(base: Base | None) -> None:

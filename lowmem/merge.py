@@ -49,7 +49,7 @@ def merge(
         base: the weights the adapter is added to. `dequantised`: as training saw them, each quantised weight rounded as
             it was then. `original`: as they lie on disk. By default what training saw.
         dtype: of the weights written; `auto` is the dtype in which the base was loaded.
-        checkpoint: a checkpoint folder, or the name of one of the run's, in place of the result.
+        checkpoint: a step, `best`, or a checkpoint's name or folder, in place of the result.
         probe: load what was trained and what was written, one after the other, and compare their logits.
         shard_bytes: largest file of weights.
 
@@ -88,9 +88,13 @@ class _Job:
     """What one merge needs to know."""
 
     def __init__(self, run_folder: RunFolder, base: Base | None, dtype: Dtype, checkpoint: str | Path | None) -> None:
-        self.run_folder, self.notices = run_folder, list[str]()
-        self.adapter = adapter_folder(run_folder, checkpoint)
-        self.notices += earlier_end(run_folder, checkpoint)
+        self.run_folder = run_folder
+        self.adapter, self.notices = trained_weights(run_folder, checkpoint)
+        if not (self.adapter / "adapter_config.json").is_file():
+            raise UserError(
+                f"merge: {self.adapter.absolute()} is a whole model, there is no adapter to merge; `lowmem export "
+                f"{run_folder.path} OUT --format transformers` (or gguf) writes it elsewhere"
+            )
         recipe = run_folder.recipe
         strategies = resolve(recipe.strategies)
         # the base is made on the device it was trained on: quantisation rounds a little differently elsewhere
@@ -208,31 +212,18 @@ class _Job:
             tokenizer.save_pretrained(folder)
 
 
-def adapter_folder(run_folder: RunFolder, checkpoint: str | Path | None) -> Path:
-    """Where the adapter of a run lies.
+def trained_weights(run_folder: RunFolder, checkpoint: str | int | Path | None) -> tuple[Path, list[str]]:
+    """The folder of a run's weights (a whole model's, or an adapter's), and what the user should know of them.
 
     Raises:
-        UserError: the run has no result, or it is a whole model.
+        UserError: as `RunFolder.weights`.
     """
-    folder = run_folder.path / "model"
-    if checkpoint is not None:
-        own = run_folder.path / checkpoint
-        folder = own if own.is_dir() else Path(checkpoint).expanduser()
-    if not folder.is_dir():
-        raise UserError(
-            f"merge: {folder.absolute()}: no such folder"
-            + (
-                "; model/ is written when training ends, --checkpoint takes an earlier state"
-                if checkpoint is None
-                else ""
-            )
-        )
-    if not (folder / "adapter_config.json").is_file():
-        raise UserError(
-            f"merge: {folder.absolute()} is a whole model, there is no adapter to merge; `lowmem export "
-            f"{run_folder.path} OUT --format transformers` (or gguf) writes it elsewhere"
-        )
-    return folder
+    folder, notice = run_folder.weights(checkpoint)
+    notices = [notice] if notice else []
+    averages = [s.name for s in run_folder.recipe.strategies if s.stage is Stage.AVERAGE]
+    if averages and (folder / "trainer.json").is_file():
+        notices.append(f"{folder.name} is a checkpoint: its weights are those in training, without {averages[0]}")
+    return folder, notices
 
 
 def base_config(run_folder: RunFolder) -> Any:
@@ -248,14 +239,6 @@ def base_config(run_folder: RunFolder) -> Any:
             f"{error}; where the base model has moved, or was given in memory, write its place into "
             f"model.name_or_path of {(run_folder.path / 'recipe.yaml').absolute()}"
         ) from error
-
-
-def earlier_end(run_folder: RunFolder, checkpoint: str | Path | None) -> list[str]:
-    """A notice where the result is not the run's newest state."""
-    newest = run_folder.gone_on() if checkpoint is None else None
-    if newest is None:
-        return []
-    return [f"model/ is of an earlier end of this run, which has gone on; --checkpoint {newest} takes its newest state"]
 
 
 def save_configuration(config: Any, model: Any, dtype: torch.dtype, base: Path, folder: Path) -> None:

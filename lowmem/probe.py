@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from lowmem.rebuild import rebuild
 from lowmem.run import pick_device
 from lowmem.run_folder import RunFolder
+from lowmem.strategy import Stage
 
 _TOKENS = 24
 _NEWEST = 4  # the last rows of the vocabulary are among them: tokens that were added
@@ -32,7 +34,9 @@ def probe_merge(run_folder: RunFolder, adapter: Path, merged: Path, notices: lis
     """
     if not fits(merged, notices):
         return None
-    model = rebuild(run_folder.recipe, adapter, named=False)[0]
+    recipe = run_folder.recipe  # averages that lie beside the weights of a checkpoint are not merged
+    strategies = [strategy for strategy in recipe.strategies if strategy.stage is not Stage.AVERAGE]
+    model = rebuild(replace(recipe, strategies=strategies), adapter, named=False)[0]
     ids = probe_ids(model)
     expected = logits(model, ids)
     del model

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lowmem import checkpoint
-from lowmem.config import LoadConfig
+from lowmem.config import LoadConfig, ModelConfig
 from lowmem.errors import UserError
 from lowmem.libraries import import_bitsandbytes
 from lowmem.loading import load_model, raise_trainable_dtype
@@ -82,13 +82,19 @@ def _prepare(recipe: Recipe) -> tuple[list[Strategy], list[Strategy], Run, LoadC
     return ordered, strategies, run, load
 
 
-def _base(load: LoadConfig, strategies: Sequence[Strategy], run: Run, named: bool) -> nn.Module:
-    """The base model, quantised where training had it so."""
+def given_in_memory(model: ModelConfig) -> bool:
+    """Whether a run was handed a module, so that its recipe names a class and no place."""
     import transformers
 
+    name = model.name_or_path
+    return name.isidentifier() and hasattr(transformers, name)
+
+
+def _base(load: LoadConfig, strategies: Sequence[Strategy], run: Run, named: bool) -> nn.Module:
+    """The base model, quantised where training had it so."""
     assert load.model is not None
     name = load.model.name_or_path
-    if not named and name.isidentifier() and hasattr(transformers, name):
+    if not named and given_in_memory(load.model):
         raise UserError(f"the base model of this run was given in memory ({name}) and has no name; give --base PATH")
     try:
         model = load_model(load)

@@ -63,20 +63,18 @@ class RunFolder:
         """The whole checkpoints, oldest first."""
         return checkpoint.checkpoints(self.path)
 
-    def gone_on(self) -> str | None:
-        """The newest checkpoint's name where the run went on after `model/` was written and has not ended since."""
+    def _went_on(self) -> bool:
+        """Whether the run went on after `model/` was written, and has not ended since."""
         saved = self.checkpoints()
-        if not saved or not self.result or not holds_weights(self.path / "model"):
-            return None
         interrupted = str(self.result.get("stopped") or "").startswith("interrupted")
-        later = checkpoint.step_of(saved[-1]) > int(self.result.get("steps") or 0)
-        return saved[-1].name if interrupted or later else None
+        later = bool(saved) and checkpoint.step_of(saved[-1]) > int(self.result.get("steps") or 0)
+        return interrupted or later
 
     def weights(self, which: str | int | Path | None = None) -> tuple[Path, str | None]:
         """The folder that holds the weights asked for.
 
         Args:
-            which: null for the result; else a checkpoint: its step, `best`, or its folder.
+            which: null for the result; else a checkpoint: its step, its name, `best`, or its folder.
 
         Returns:
             The folder, and a notice where it is not what `which` names: a run that has not ended has no result, so
@@ -90,7 +88,7 @@ class RunFolder:
             checkpoint.verify_checkpoint(folder)
             return folder, None
         result, saved = self.path / "model", self.checkpoints()
-        if holds_weights(result) and (not saved or (self.result and not self.gone_on())):
+        if holds_weights(result) and (not saved or (self.result and not self._went_on())):
             return result, None
         damages = []
         for folder in reversed(saved):
@@ -142,7 +140,8 @@ class RunFolder:
             if int(which) not in steps:
                 raise UserError(f"{self.path}: there is no checkpoint of step {which}; {there}")
             return steps[int(which)]
-        folder = Path(which).expanduser()
+        own = self.path / which
+        folder = own if own.is_dir() else Path(which).expanduser()
         if not (folder / "trainer.json").is_file():
             raise UserError(f"{folder.absolute()} is no checkpoint; name a step ({there}), best, or a folder")
         return folder

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 
 from lowmem.config import TrainingConfig
+from lowmem.errors import UserError
 
 
 def lr_lambda(config: TrainingConfig, total_steps: int) -> Callable[[int], float]:
@@ -14,8 +15,16 @@ def lr_lambda(config: TrainingConfig, total_steps: int) -> Callable[[int], float
     Args:
         config: the shape, and the warm-up as a number of steps or as a share of all steps (rounded up).
         total_steps: optimizer steps of the whole run.
+
+    Raises:
+        UserError: a warm-up that is longer than the run.
     """
     warmup = config.warmup_steps or math.ceil(config.warmup_ratio * total_steps)
+    if 0 < total_steps < warmup:
+        raise UserError(
+            f"training.warmup_steps: {warmup} are more than the {total_steps} steps of the run, whose rate would "
+            "never reach its peak"
+        )
     decay = _DECAYS[config.lr_scheduler_type]
 
     def factor(step: int) -> float:

@@ -14,6 +14,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
+from lowmem.durable import sync
 from lowmem.errors import UserError
 
 # what the user can put right
@@ -56,11 +57,11 @@ def whole_or_nothing(place: Path) -> Iterator[Path]:
         partial.parent.mkdir(parents=True, exist_ok=True)
         yield partial
         for file in [*partial.rglob("*"), partial] if partial.is_dir() else [partial]:
-            _sync(file)
+            sync(file)
         if place.exists():
             raise UserError(f"{place.absolute()} has come up meanwhile and is not overwritten; give another place")
         partial.rename(place)
-        _sync(place.parent)
+        sync(place.parent)
     except OSError as error:
         if error.errno not in _TOLD:
             raise
@@ -156,11 +157,3 @@ class ShardWriter:
 
     def _path(self, number: int) -> Path:
         return self.folder / f"model-{number:05d}.partial"
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 PROJECT = "lowmem"
 
 
-class Tracker:
+class Tracker(ABC):
     """What trackers have in common: which numbers they get, and what happens when one of them fails.
 
     One that cannot start is an error: nothing has been trained yet, and the setting would have no effect. One that
@@ -34,17 +35,17 @@ class Tracker:
     def __init__(self) -> None:
         self.lost = False
 
+    @abstractmethod
     def open(self, trainer: Trainer, step: int) -> None:
         """Begin a run, or go on with one that has done `step` steps already."""
-        raise NotImplementedError
 
+    @abstractmethod
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take the numbers of a step."""
-        raise NotImplementedError
 
+    @abstractmethod
     def close(self) -> None:
         """The run is over."""
-        raise NotImplementedError
 
     def __call__(self, event: Event) -> None:
         """Pass an event on.

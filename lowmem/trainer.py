@@ -17,7 +17,7 @@ from lowmem.adapters import refuse_adapter
 from lowmem.answers import ExactMatch
 from lowmem.batches import make_cursor, to_device
 from lowmem.bookkeeping import Bookkeeping
-from lowmem.checks import require_finite, require_known_tokens, require_positions, require_trainable
+from lowmem.checks import require_eval_rows, require_finite, require_known_tokens, require_positions, require_trainable
 from lowmem.config import DataConfig, LoadConfig, ModelConfig, TrainingConfig
 from lowmem.data import TokenizedDataset, tokenize
 from lowmem.data.stream import open_training_rows, require_length
@@ -85,6 +85,7 @@ class Trainer:
             rows, self.tokenizer, self.data, self.training, evaluated=held_out is not None
         )
         self.eval_dataset = self._tokenize(held_out)
+        require_eval_rows(self.training, self.eval_dataset)
 
         plain = named.to(load.device) if isinstance(named, nn.Module) else load_model(load)
         self.model = self.run.model = self._wrap("wrap_model", plain)

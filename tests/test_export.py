@@ -13,7 +13,7 @@ from cases.helpers import here, llama
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 from small_models import VOCABULARY, byte_tokenizer, difference, logits, plain, save_base
-from test_merge import IDS, base_model, make_run, mixtral, qwen2
+from test_merge import IDS, as_checkpoint, base_model, make_run, mixtral, qwen2
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
@@ -79,9 +79,9 @@ def test_transformers_from_an_adapter_and_from_a_whole_model(tmp_path):
 
 def test_a_checkpoint_of_a_run_without_result(tmp_path):
     run = make_run(tmp_path, base_model())
-    (run / "model").rename(run / "checkpoint-000003")
-    for file in (run / "checkpoint-000003").glob("*token*"):
+    for file in (run / "model").glob("*token*"):
         file.unlink()
+    as_checkpoint(run)
     export(run, tmp_path / "adapter", "peft", checkpoint="checkpoint-000003")
     assert len(AutoTokenizer.from_pretrained(tmp_path / "adapter")) == len(byte_tokenizer())
     export(run, tmp_path / "m.gguf", "gguf", checkpoint="checkpoint-000003", check=False)
@@ -269,7 +269,7 @@ def test_command(tmp_path):
     assert (done.returncode, report["check"]["largest_logit_difference"]) == (0, 0.0)
     for arguments, words in (
         (["--format", "gguf"], "exists already"),
-        (["--format", "peft"], "no adapter to merge"),
+        (["--format", "peft"], "a whole model, no adapter"),
         (["--format", "gguf", "--dtype", "float32"], "--dtype has no effect"),
         (["--format", "transformers", "--quantization", "f16"], "--quantization has no effect"),
         (["--format", "transformers", "--base", "original"], "--base has no effect"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from torch import nn
 from transformers import AutoTokenizer
 
 from lowmem import UserError
+from lowmem.durable import seal
 from lowmem.merge import merge
 from lowmem.run_folder import RunFolder
 from lowmem.shards import ShardWriter, whole_or_nothing
@@ -55,6 +57,15 @@ def make_run(
     config = LoraConfig(r=4, task_type="CAUSAL_LM", **{"target_modules": ["q_proj", "v_proj", "down_proj"], **lora})
     randomised(get_peft_model(base, config)).save_pretrained(run / "model", save_embedding_layers=False)
     byte_tokenizer().save_pretrained(run / "model")
+    return run
+
+
+def as_checkpoint(run: Path) -> Path:
+    """The run as it is after a kill: what was its result is a checkpoint."""
+    place = run / "checkpoint-000003"
+    (run / "model").rename(place)
+    (place / "trainer.json").write_text("{}")
+    seal(place)
     return run
 
 
@@ -234,11 +245,17 @@ def test_odd_tensors_in_a_shard(tmp_path):
 
 
 def test_a_checkpoint_in_place_of_the_result(tmp_path):
-    run = make_run(tmp_path, base_model())
-    (run / "model").rename(run / "checkpoint-000003")
-    with pytest.raises(UserError, match="--checkpoint"):
-        merge(run, tmp_path / "out", probe=False)
-    merge(run, tmp_path / "out", checkpoint="checkpoint-000003")
+    run = as_checkpoint(make_run(tmp_path, base_model(), "{lora: {}, ema: {}}"))
+    for checkpoint in (None, 3, "3", "checkpoint-000003", run / "checkpoint-000003"):
+        report = merge(run, tmp_path / "out", checkpoint=checkpoint)
+        assert any("the run has not ended" in text for text in report["notices"]) == (checkpoint is None)
+        assert any("without ema" in text for text in report["notices"])
+        if checkpoint is not None:
+            shutil.rmtree(tmp_path / "again", ignore_errors=True)
+        (tmp_path / "out").rename(tmp_path / ("first" if checkpoint is None else "again"))
+    (tmp_path / "first").rename(tmp_path / "out")
+    with pytest.raises(UserError, match="no checkpoint of step 4; it has 3"):
+        merge(run, tmp_path / "other", checkpoint="4")
     adapted = PeftModel.from_pretrained(plain(tmp_path / "base"), run / "checkpoint-000003")
     assert difference(logits(plain(tmp_path / "out"), IDS), logits(adapted, IDS)) <= 1e-5
     # a checkpoint has no tokenizer beside it, and a run that was cut off no result: the base model's goes along

@@ -8,8 +8,9 @@ import torch
 from cases.helpers import Log, llama, rows
 
 from lowmem import ChunkedCrossEntropy, GradientCheckpointing, LoRA, Quantization, Trainer, TrainingConfig
-from lowmem.memory.meter import REST, MemoryLedger, StepMeter
+from lowmem.memory.meter import REST, MemoryLedger, ledger_of, timeline_of
 from lowmem.memory.timeline import highest_moments
+from lowmem.memory.trace import Trace
 
 
 def measured(*strategies, steps=3, model=None, batch_size=4):
@@ -26,22 +27,22 @@ def measured(*strategies, steps=3, model=None, batch_size=4):
 
 
 def test_storages_are_counted_once_and_forgotten_when_they_die():
-    with StepMeter() as meter:
+    with Trace() as meter:
         first = torch.zeros(1000)  # 4,000 bytes
         view = first[:10]
         second = first + 1  # 4,000 more: the peak
         del first, view, second
         torch.zeros(500)
-    meter_peak = meter.ledger().peak_bytes
+    meter_peak = ledger_of(meter).peak_bytes
     assert meter_peak == 8000
 
 
 def test_a_label_counts_in_hindsight():
-    with StepMeter() as meter:
+    with Trace() as meter:
         kept = torch.zeros(1000)
         other = torch.zeros(10)
     meter.see(kept, "weights")
-    assert meter.ledger().rows == {"weights": 4000, REST: 40}
+    assert ledger_of(meter).rows == {"weights": 4000, REST: 40}
     del other
 
 
@@ -80,14 +81,14 @@ def test_a_run_of_one_step_is_measured_too_and_a_second_one_says_nothing_more():
 
 
 def test_the_timeline_reaches_the_peak_and_ends_with_what_is_left():
-    with StepMeter() as meter:
+    with Trace() as meter:
         kept = torch.zeros(1000)  # 4,000 bytes
         for size in (2000, 5000, 3000):
             torch.zeros(size)  # comes and goes
     meter.see(kept, "weights")
-    timeline = meter.timeline()
+    timeline = timeline_of(meter)
     totals = [sum(sizes) for sizes in zip(*timeline.bytes.values(), strict=True)]
-    assert max(totals) == meter.ledger().peak_bytes == 24_000
+    assert max(totals) == ledger_of(meter).peak_bytes == 24_000
     assert totals[-1] == 4000
     assert timeline.bytes["weights"][-1] == 4000
     assert timeline.moments == 7  # four births, three deaths

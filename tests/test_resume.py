@@ -363,7 +363,7 @@ def test_a_broken_folder_by_name_is_refused(tmp_path):
         run(tmp_path / "run", resume=True)
 
 
-@pytest.mark.parametrize("victim", ["lowmem.checkpoint.save_weights", "lowmem.durable._sync", "torch.save"])
+@pytest.mark.parametrize("victim", ["lowmem.checkpoint.save_weights", "lowmem.durable.sync", "torch.save"])
 def test_a_save_that_fails_leaves_nothing_that_counts(tmp_path, victim, monkeypatch):
     """A full disk in the middle of the second checkpoint: the first one stays whole, and the run stops."""
     module, name = victim.rsplit(".", 1)

@@ -171,8 +171,7 @@ def test_a_run_that_went_on_after_its_end_and_was_interrupted(lora_run, tmp_path
         loaded = load_run(run)
         assert Path(loaded.weights).name == "checkpoint-000004"
         assert "has not ended" in loaded.notices[0]
-        notice = "model/ is of an earlier end of this run, which has gone on; --checkpoint checkpoint-000004 "
-        assert merge(run, tmp_path / "out", probe=False)["notices"][0].startswith(notice)
+        assert loaded.notices[0] in merge(run, tmp_path / "out", probe=False)["notices"]
         shutil.rmtree(tmp_path / "out")
     early = {**written, "steps": 4, "stopped": "no lower eval_loss"}  # early stopping writes a result
     (run / "result.json").write_text(json.dumps(early), encoding="utf-8")

@@ -320,7 +320,7 @@ def test_an_adapter_without_gradients_is_no_result(tmp_path):
 
 
 def test_a_warm_up_leaves_an_adapter_empty_and_is_no_fault(tmp_path):
-    trainer = train(llama(), rows(24), LoRA(r=4), warmup_steps=9, save_steps=1, max_steps=3, output_dir=str(tmp_path))
+    trainer = train(llama(), rows(24), LoRA(r=4), warmup_steps=3, save_steps=1, max_steps=3, output_dir=str(tmp_path))
     assert trainer.result["notices"] == []
 
 
@@ -526,11 +526,14 @@ def test_settings_of_early_stopping(settings, words):
         TrainingConfig(**settings)
 
 
-def test_early_stopping_needs_eval_data():
-    with pytest.raises(UserError, match=r"early_stopping_patience: .*there is no eval data"):
-        train(llama(), rows(4), early_stopping_patience=2, eval_steps=1)
+@pytest.mark.parametrize(
+    "settings", [{}, {"early_stopping_patience": 2}, {"load_best_model_at_end": True, "save_steps": 1}], ids=str
+)
+def test_evaluations_need_eval_data(settings):
+    with pytest.raises(UserError, match=r"training.eval_steps: there is no eval data"):
+        train(llama(), rows(4), eval_steps=1, **settings)
 
 
-def test_the_best_model_needs_eval_data():
-    with pytest.raises(UserError, match="tracking the best model needs evaluations, and there is no eval data"):
-        train(llama(), rows(4), load_best_model_at_end=True, save_steps=1, eval_steps=1)
+def test_a_warm_up_longer_than_the_run_is_refused():
+    with pytest.raises(UserError, match=r"warmup_steps: 9 are more than the 3 steps"):
+        train(llama(), rows(4), warmup_steps=9, max_steps=3)

@@ -216,3 +216,10 @@ def test_a_data_set_with_a_length_ends_there() -> None:
             return {"text": f"row {number}"}
 
     assert [row["text"] for row, _ in islice(read_rows(Endless()), 10)] == ["row 0", "row 1", "row 2"]
+
+
+def test_a_weight_too_small_for_its_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n{"text": "c"}\n')
+    with pytest.raises(UserError, match=r"a.jsonl: weight 0.3 of its 3 rows is not one row"):
+        list(read_rows([WeightedPath(str(tmp_path / "a.jsonl"), 0.3)]))
+    assert len(list(read_rows(WeightedPath(str(tmp_path / "a.jsonl"), 0.34)))) == 1

@@ -344,3 +344,10 @@ def test_shuffle_follows_the_seed() -> None:
         training = replace(numbers(max_steps=9), seed=seed)
         orders.append(ids(make_cursor(open_training_rows(ten, None, DataConfig(), training), training).batches(), 3))
     assert orders[0] == orders[1] != orders[2]
+
+
+def test_a_token_that_the_model_does_not_know_is_named_when_it_comes() -> None:
+    content = [{"input_ids": [1, 2, 3]}, {"input_ids": [1, 999, 3]}]
+    trainer = Trainer(llama(), lambda: iter(content), training=numbers(batch_size=1, max_steps=4))
+    with pytest.raises(UserError, match="token id 999, and the model knows 128 tokens"):
+        trainer.train()

@@ -52,7 +52,8 @@ BaseOption = Annotated[
     typer.Option("--base", help="The base weights: as trained on (dequantised), or as on disk (original)."),
 ]
 CheckpointOption = Annotated[
-    str | None, typer.Option("--checkpoint", help="A checkpoint, by path or name, in place of the result.")
+    str | None,
+    typer.Option("--checkpoint", help="Not the result, but a step, best, or a checkpoint's name or folder."),
 ]
 
 

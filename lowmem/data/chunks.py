@@ -67,6 +67,16 @@ class Chunk:
         return found
 
 
+def check_tokens(input_ids: Int32, labels: Int32, vocabulary: int) -> None:
+    """Raise UserError where an id or a label is none of the model's tokens."""
+    for name, ids in (("token id", input_ids), ("label", labels)):
+        if len(ids) and (highest := int(ids.max())) >= vocabulary:
+            raise UserError(
+                f"data: the rows have the {name} {highest}, and the model knows {vocabulary:,} tokens; they were made "
+                "with another tokenizer"
+            )
+
+
 def read_chunks(source: Any, data: DataConfig, skip: int = 0) -> Iterator[list[Item]]:
     """The rows of a source, `ROWS_AT_ONCE` at a time, without the first `skip` of them.
 

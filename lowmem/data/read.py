@@ -90,9 +90,12 @@ def _weighted(part: str | Path | WeightedPath, on_bad: OnBad) -> Rows:
     for _ in range(int(passes)):
         yield from _one_source(part, on_bad)
     if share:
-        for number, found in enumerate(_one_source(part, on_bad)):
-            if math.floor((number + 1) * share) > math.floor(number * share):
+        number = 0
+        for number, found in enumerate(_one_source(part, on_bad), 1):
+            if math.floor(number * share) > math.floor((number - 1) * share):
                 yield found
+        if number and not passes and number * share < 1:
+            raise UserError(f"{part.path}: weight {part.weight} of its {number} rows is not one row; raise it")
 
 
 def _one_source(part: WeightedPath, on_bad: OnBad) -> Rows:

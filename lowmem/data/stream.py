@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from lowmem.config import DataConfig, TrainingConfig, WeightedPath
-from lowmem.data.chunks import Chunk, Item, RowTokenizer, read_items, require_borders
+from lowmem.data.chunks import Chunk, Item, RowTokenizer, check_tokens, read_items, require_borders
 from lowmem.data.dataset import TokenizedDataset, tokenize
 from lowmem.data.read import OnBad, Row, is_hub, read_rows
 from lowmem.data.report import DataReport
@@ -26,7 +26,10 @@ class TokenStream:
 
     Attributes:
         report: what became of the rows, filled by whoever takes them.
+        vocabulary: tokens that the model knows, once there is a model.
     """
+
+    vocabulary: int | None = None
 
     def __init__(self, source: Any, work: RowTokenizer, shuffle_buffer: int, seed: int):
         self.source, self.work, self.shuffle_buffer, self.seed = source, work, shuffle_buffer, seed
@@ -55,6 +58,8 @@ class TokenStream:
         if chunk.error is not None:
             raise chunk.error
         require_borders(chunk.report, chunk.borderless, self.work.data)
+        if self.vocabulary is not None:
+            check_tokens(chunk.input_ids, chunk.labels, self.vocabulary)
         return chunk
 
 

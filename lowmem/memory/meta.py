@@ -31,7 +31,7 @@ def on_meta(device: Device = "cuda") -> Iterator[None]:
     """
     functional = torch.nn.functional
     real_attention = functional.scaled_dot_product_attention
-    attend = _cuda_attention(real_attention) if device == "cuda" else _cpu_attention(real_attention)
+    attend = _attention(real_attention, _cuda_kernel if device == "cuda" else _cpu_kernel)
     with ExitStack() as stack:
         stack.enter_context(patch.object(functional, "scaled_dot_product_attention", attend))
         stack.enter_context(meta_autocast(device))
@@ -45,8 +45,8 @@ def on_meta(device: Device = "cuda") -> Iterator[None]:
         yield
 
 
-def _cuda_attention(real: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The kernel that CUDA's dispatcher chooses (flash: half precision, no mask; else memory-efficient; else math)."""
+def _attention(real: Callable[..., Tensor], kernel: Callable[..., Tensor | None]) -> Callable[..., Tensor]:
+    """The signature of torch's function; on the meta device a kernel answers, or (with None) what torch does there."""
 
     def attention(
         query: Tensor,
@@ -58,60 +58,61 @@ def _cuda_attention(real: Callable[..., Tensor]) -> Callable[..., Tensor]:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        if query.device.type != "meta":
-            return real(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-        query, key, value = lowered(query, key, value)
-        half = query.dtype in (torch.float16, torch.bfloat16)
-        width = query.shape[-1]
-        if attn_mask is None and half and width <= 256 and width % 8 == 0:
-            found: Tensor = aten._scaled_dot_product_flash_attention(
-                query, key, value, dropout_p, is_causal, False, scale=scale
-            )[0]
-            return found
-        if query.shape[1] == key.shape[1] and width % (8 if half else 4) == 0:
-            bias = None if attn_mask is None else _bias(attn_mask, query)
-            grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
-            return aten._scaled_dot_product_efficient_attention(  # type: ignore[no-any-return]
-                query, key, value, bias, grad, dropout_p, is_causal, scale=scale
-            )[0]
+        if query.is_meta:
+            query, key, value = lowered(query, key, value)
+            found = kernel(query, key, value, attn_mask, dropout_p, is_causal, scale)
+            if found is not None:
+                return found
         return real(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
     return attention
 
 
-def _bias(mask: Tensor, query: Tensor) -> Tensor:
+def _cuda_kernel(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool, scale: float | None
+) -> Tensor | None:
+    """What CUDA's dispatcher chooses: flash (half precision, no mask), else memory-efficient, else math (None)."""
+    half, width = query.element_size() == 2, query.shape[-1]
+    found: Tensor | None = None
+    if mask is None and half and width <= 256 and width % 8 == 0:
+        found = aten._scaled_dot_product_flash_attention(query, key, value, dropout, causal, False, scale=scale)[0]
+    elif query.shape[1] == key.shape[1] and width % (8 if half else 4) == 0:
+        grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+        found = aten._scaled_dot_product_efficient_attention(
+            query, key, value, _bias(mask, query), grad, dropout, causal, scale=scale
+        )[0]
+    return found
+
+
+def _bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
     """The mask as the memory-efficient kernel takes it: in the dtype of the query, rows padded to 16 entries."""
-    if mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
+    if mask is None:
+        return None
+    mask = _additive(mask, query)
     length = mask.shape[-1]
     if length % 16:
         mask = torch.nn.functional.pad(mask, (0, 16 - length % 16))[..., :length]
     return mask.expand(query.shape[0], query.shape[1], -1, -1)
 
 
-def _cpu_attention(real: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def attention(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        if query.device.type != "meta" or dropout_p > 0:
-            return real(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-        query, key, value = lowered(query, key, value)
-        if attn_mask is not None and attn_mask.dtype == torch.bool:
-            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(
-                attn_mask.logical_not(), float("-inf")
-            )
-        return aten._scaled_dot_product_flash_attention_for_cpu(  # type: ignore[no-any-return]
-            query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
-        )[0]
+def _cpu_kernel(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool, scale: float | None
+) -> Tensor | None:
+    """Flash attention; with dropout, math (None)."""
+    if dropout > 0:
+        return None
+    mask = None if mask is None else _additive(mask, query)
+    found: Tensor = aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, dropout, causal, attn_mask=mask, scale=scale
+    )[0]
+    return found
 
-    return attention
+
+def _additive(mask: Tensor, query: Tensor) -> Tensor:
+    """A mask of truths as one that is added."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -11,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from lowmem.memory.timeline import Timeline, highest_moments
+from lowmem.memory.trace import Trace
 from lowmem.observers import Event
 
 if TYPE_CHECKING:
@@ -40,82 +37,21 @@ class Ledger:
         return sum(self.rows.values())
 
 
-class StepMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While active, records the birth and death of every storage that an operation returns.
+def ledger_of(trace: Trace) -> Ledger:
+    """What lived at the peak, by label."""
+    rows: Counter[str] = Counter()
+    for storage in trace.live_at(trace.peak()[1]):
+        rows[storage.label or REST] += storage.size
+    return Ledger(dict(rows.most_common()))
 
-    What an operation allocates and frees inside itself is not seen. Bytes are those of the storages, unrounded.
+
+def timeline_of(trace: Trace, limit: int = 400) -> Timeline:
+    """Live bytes by category over what was recorded, at most `limit` moments of it.
+
+    What was seen before (weights, optimizer state) is there from the first moment on.
     """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.labels: dict[int, str] = {}
-        self._numbers: dict[int, int] = {}  # address of a live storage -> its number
-        self._guards: dict[int, Any] = {}
-        self._events: list[tuple[int, int]] = []  # number, bytes (negative: died)
-        self._times: list[float] = []  # of each event, in seconds
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation, and look at what it returns."""
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self.see(leaf)
-        return result
-
-    def see(self, tensor: Tensor, label: str | None = None) -> None:
-        """Take note of a tensor's storage; a label names its category from now on, and in hindsight."""
-        storage = tensor.untyped_storage()
-        address = storage._cdata
-        number = self._numbers.get(address)
-        if number is None:
-            number = self._numbers[address] = len(self._events)
-            size = storage.nbytes()
-            self._record(number, size)
-            self._guards[number] = weakref.ref(storage, lambda _, a=address, n=number, s=size: self._died(a, n, s))  # type: ignore[misc]
-        if label is not None:
-            self.labels[number] = label
-
-    def _died(self, address: int, number: int, size: int) -> None:
-        self._numbers.pop(address, None)
-        self._guards.pop(number, None)
-        self._record(number, -size)
-
-    def _record(self, number: int, size: int) -> None:
-        self._events.append((number, size))
-        self._times.append(time.perf_counter())
-
-    def timeline(self, limit: int = 400) -> Timeline:
-        """Live bytes by category over the step, at most `limit` moments of it.
-
-        What was seen before the step (weights, optimizer state) is there from its first moment on.
-        """
-        changes = [(self.labels.get(number, REST), size) for number, size in self._events]
-        return highest_moments(self._times, changes, limit)
-
-    def ledger(self) -> Ledger:
-        """What lived at the peak, by label."""
-        at_peak = self._live_at(self._peak())
-        rows: Counter[str] = Counter()
-        for number, size in at_peak.items():
-            rows[self.labels.get(number, REST)] += size
-        return Ledger(dict(rows.most_common()))
-
-    def _peak(self) -> int:
-        live, highest, index = 0, -1, 0
-        for i, (_, size) in enumerate(self._events):
-            live += size
-            if live > highest:
-                highest, index = live, i
-        return index
-
-    def _live_at(self, index: int) -> dict[int, int]:
-        live: dict[int, int] = {}
-        for number, size in self._events[: index + 1]:
-            if size > 0:
-                live[number] = size
-            else:
-                live.pop(number, None)
-        return live
+    changes = [(trace.storages[number].label or REST, size) for number, size in trace.events]
+    return highest_moments(trace.times, changes, limit)
 
 
 class MemoryLedger:
@@ -126,7 +62,7 @@ class MemoryLedger:
     """
 
     def __init__(self) -> None:
-        self.meter: StepMeter | None = None
+        self.meter: Trace | None = None
         self.hooks: list[Any] = []
 
     def __call__(self, event: Event) -> None:
@@ -142,7 +78,7 @@ class MemoryLedger:
             self._start(trainer)
 
     def _start(self, trainer: Trainer) -> None:
-        self.meter = meter = StepMeter()
+        self.meter = meter = Trace()
         for label, tensors in tensors_by_category(trainer):
             for tensor in tensors:
                 meter.see(tensor, label)
@@ -155,25 +91,25 @@ class MemoryLedger:
             self.hooks.append(parameter.register_post_accumulate_grad_hook(gradient))  # type: ignore[no-untyped-call]
         meter.__enter__()  # type: ignore[no-untyped-call]
 
-    def _stop(self, meter: StepMeter) -> None:
+    def _stop(self, meter: Trace) -> None:
         meter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         for hook in self.hooks:
             hook.remove()
         self.hooks, self.meter = [], None
 
-    def _finish(self, trainer: Trainer, meter: StepMeter) -> StepMeter:
+    def _finish(self, trainer: Trainer, meter: Trace) -> Trace:
         self._stop(meter)
         for label, tensors in tensors_by_category(trainer):
             for tensor in tensors:
                 meter.see(tensor, label)
         return meter
 
-    def _report(self, trainer: Trainer, meter: StepMeter, step: int) -> None:
-        ledger = meter.ledger()
+    def _report(self, trainer: Trainer, meter: Trace, step: int) -> None:
+        ledger = ledger_of(meter)
         trainer.result["memory_ledger"] = ledger.rows
         trainer.result["peak_live_bytes"] = ledger.peak_bytes
         if trainer.books.folder:
-            meter.timeline().write(trainer.books.folder, step)
+            timeline_of(meter).write(trainer.books.folder, step)
         trainer.emit("ledger", rows=ledger.rows, peak_bytes=ledger.peak_bytes)
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from lowmem.durable import write_text
 
 FILE = "memory_timeline.json"
 
@@ -28,9 +29,7 @@ class Timeline:
 
     def write(self, folder: Path, step: int) -> None:
         """Leave it in a run folder as `memory_timeline.json`."""
-        partial = folder / f"{FILE}.partial"
-        partial.write_text(json.dumps({"step": step, **asdict(self)}), encoding="utf-8")
-        os.replace(partial, folder / FILE)
+        write_text(folder / FILE, json.dumps({"step": step, **asdict(self)}))
 
 
 def highest_moments(times: Sequence[float], changes: Sequence[tuple[str, int]], limit: int) -> Timeline:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -46,6 +47,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         storages: number -> storage.
         events: (number of the storage, bytes); negative bytes: it died.
+        times: when each event came, in seconds.
         phase: what is going on; inside a backward pass it is `backward` by itself.
     """
 
@@ -54,6 +56,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.device = device
         self.storages: list[Storage] = []
         self.events: list[tuple[int, int]] = []
+        self.times: list[float] = []
         self.phase = "load"
         self._numbers: dict[int, int] = {}  # address of a live storage -> its number
         self._guards: dict[int, Any] = {}
@@ -70,7 +73,8 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 for inner in leaf:
                     if isinstance(inner, Tensor):
                         self.see(inner, op=func)
-        self.events += [(number, -self.storages[number].size) for number in inside]
+        for number in inside:
+            self._record(number, -self.storages[number].size)
         return result
 
     def _inside(self, func: Any, args: Any) -> list[int]:
@@ -94,8 +98,12 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _born(self, size: int, op: str, shape: tuple[int, ...], label: str | None = None) -> int:
         number = len(self.storages)
         self.storages.append(Storage(size, op, shape, self._now(), label))
-        self.events.append((number, size))
+        self._record(number, size)
         return number
+
+    def _record(self, number: int, size: int) -> None:
+        self.events.append((number, size))
+        self.times.append(time.perf_counter())
 
     def _now(self) -> str:
         return "backward" if torch._C._current_graph_task_id() != -1 else self.phase
@@ -116,7 +124,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _died(self, address: int, number: int, size: int) -> None:
         self._numbers.pop(address, None)
         self._guards.pop(number, None)
-        self.events.append((number, -size))
+        self._record(number, -size)
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
