@@ -22,6 +22,7 @@ from environment import environment
 
 from lowmem import LoRA, Trainer, TrainingConfig
 from lowmem.checks import FirstUpdate, require_finite, require_finite_weights
+from lowmem.loss import count
 
 RESULT = Path(__file__).parent / "results" / "self_checks.json"
 
@@ -42,10 +43,11 @@ def measure(adapter: bool, rows: int, tokens: int, times: int) -> dict[str, Any]
     training = TrainingConfig(batch_size=rows, max_steps=1, max_grad_norm=None, max_length=tokens)
     trainer = Trainer("smollm2", data, training=training, strategies=[LoRA(r=16)] if adapter else [])
     trainer.model.train()
+    batch = [trainer.train_dataset[row] for row in range(rows)]
 
     def step() -> None:
         trainer.run.metrics = {"learning_rate": 0.0}
-        trainer.run.log(loss=trainer.forward_backward([data], float(rows * (tokens - 1))))
+        trainer.run.log(loss=trainer.forward_backward([batch], count(batch)))
         trainer.optimizer.step()
 
     def look_at_gradient() -> None:
