@@ -11,7 +11,7 @@ from conftest import make_llama
 from registry import ROWS, Row, together
 from torch import Tensor
 
-from lowmem import MixedPrecision, Strategy, Trainer, TrainingConfig
+from lowmem import AdamW, GradientClipping, LoRA, MixedPrecision, Packing, PureBF16, Strategy, Trainer, TrainingConfig
 from lowmem.memory.meta import on_meta
 from lowmem.memory.meta_autocast import AutocastMode, meta_autocast
 from lowmem.memory.predict import judge, record
@@ -82,6 +82,44 @@ def test_a_card_gets_a_ledger_that_adds_up() -> None:
     assert found.ledger["workspaces"] == 2 * 8_519_680
     assert found.peak_allocated_bytes >= trace.peak()[0]
     assert found.peak_reserved_bytes >= found.peak_allocated_bytes
+
+
+def operations(device: str, *strategies: Strategy, dtype: torch.dtype = torch.bfloat16, **config: Any) -> set[str]:
+    with torch.device("meta"):
+        model = make_llama(**config).to(dtype)
+    return {storage.op for storage in record(model, training(), strategies, device, LENGTHS).storages}
+
+
+def test_a_card_takes_its_own_kernels() -> None:
+    """Flash attention in half precision, memory-efficient in float32 (no grouped heads), all norms at once."""
+    half = operations("cuda", PureBF16(), hidden_size=64)
+    assert "aten._scaled_dot_product_flash_attention.default" in half
+    assert "inside aten._scaled_dot_product_flash_attention_backward.default" in half
+    wide = operations("cuda", GradientClipping(), dtype=torch.float32, num_key_value_heads=4)
+    assert "aten._scaled_dot_product_efficient_attention.default" in wide
+    assert any("_foreach_" in op for op in wide)
+    assert "aten._scaled_dot_product_flash_attention_for_cpu.default" in operations("cpu", dtype=torch.float32)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_update_is_fused_as_on_the_real_device(device: str) -> None:
+    assert "aten.sqrt.default" not in operations(device, dtype=torch.float32)
+    assert "aten.sqrt.default" in operations(device, AdamW(fused=False), dtype=torch.float32)
+
+
+def test_dropout_keeps_a_byte_per_value_on_a_card() -> None:
+    assert "aten.native_dropout.default" in operations("cuda", LoRA(r=4, lora_dropout=0.1), dtype=torch.float32)
+
+
+def test_packed_rows_build_their_mask() -> None:
+    """Rows that hold one sample need none; packed ones do, and it is as long as it is wide."""
+
+    def shapes(*strategies: Strategy) -> set[tuple[int, ...]]:
+        found = record(llama("meta"), training(), strategies, "cpu", (20, 20, 20, 20)).storages
+        return {storage.shape[-2:] for storage in found if len(storage.shape) == 4}
+
+    assert (60, 60) in shapes(Packing())
+    assert (20, 20) not in shapes()
 
 
 OPERATIONS = {

@@ -39,8 +39,9 @@ def on_meta(device: Device = "cuda") -> Iterator[None]:
         stack.enter_context(_positions())
         # tables that bitsandbytes makes once, on the device that asks first
         stack.enter_context(patch.dict(import_bitsandbytes().functional.name2qmap, clear=True))
+        stack.enter_context(_optimizer_kernels("fused"))
         if device == "cuda":
-            stack.enter_context(_foreach())
+            stack.enter_context(_optimizer_kernels("foreach"))
             stack.enter_context(patch.object(functional, "dropout", _dropout))
         yield
 
@@ -124,18 +125,16 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
 
 
 @contextmanager
-def _foreach() -> Iterator[None]:
-    """Optimizers take the foreach and fused path of a card."""
+def _optimizer_kernels(kind: Literal["fused", "foreach"]) -> Iterator[None]:
+    """Optimizers and norms take this path for the meta device, too."""
     from torch.optim import optimizer
     from torch.utils import _foreach_utils
 
-    def supported() -> list[str]:
-        return ["cuda", "meta"]
-
+    name = f"_get_{kind}_kernels_supported_devices"
+    known = getattr(_foreach_utils, name)()
     with ExitStack() as stack:
         for module in (optimizer, _foreach_utils):
-            for name in ("_get_foreach_kernels_supported_devices", "_get_fused_kernels_supported_devices"):
-                stack.enter_context(patch.object(module, name, supported))
+            stack.enter_context(patch.object(module, name, lambda: [*known, "meta"]))
         yield
 
 

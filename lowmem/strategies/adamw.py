@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils import _foreach_utils
 
 from lowmem.errors import UserError
 from lowmem.run import Run
@@ -38,7 +39,9 @@ class AdamW(Strategy):
         check_moments(self.name, self.betas, self.eps)
 
     def wrap_optimizer(self, make: MakeOptimizer, run: Run) -> MakeOptimizer:
-        fused = run.device.type in ("cpu", "cuda") if self.fused is None else self.fused
+        # asked anew each time: while a step is recorded on the meta device, the answer is that of the real one
+        fused = run.device.type in _foreach_utils._get_fused_kernels_supported_devices()
+        fused = fused if self.fused is None else self.fused
 
         def adamw(parameters: list[nn.Parameter]) -> Optimizer:
             groups = decay_groups(parameters, run.config.weight_decay)
