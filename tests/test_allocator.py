@@ -99,6 +99,15 @@ def test_a_hole_is_unmapped_and_mapped_again() -> None:
     assert allocator.reserved == 0
 
 
+def test_what_can_grow_counts_as_large() -> None:
+    """A larger hole is taken before the smaller free block at the end, which the next large request may need."""
+    allocator = CachingAllocator(expandable=True)
+    hole, _, end = (allocator.allocate(size * MIB) for size in (60, 20, 40))
+    allocator.free(hole)
+    allocator.free(end)
+    assert allocator.allocate(30 * MIB).address == hole.address
+
+
 @pytest.mark.parametrize("expandable", [False, True])
 def test_invariants_hold_under_random_use(expandable: bool) -> None:
     rng = random.Random(0)
