@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -425,7 +426,7 @@ def test_a_run_folder_tells_what_was_run(tmp_path):
     assert settings["training"]["seed"] == 42
     assert settings["strategies"]["lora"]["r"] == 4
     versions = json.loads((folder / "versions.json").read_text())
-    assert versions["torch"] == torch.__version__
+    assert versions["torch"] == version("torch")
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["event"] for line in lines] == ["log", "log", "log", "evaluate", "save"]
     result = json.loads((folder / "result.json").read_text())
