@@ -23,7 +23,7 @@ class Conversation:
     Args:
         loaded: the model.
         system: a system message before everything else.
-        max_new_tokens: tokens after which an answer is cut.
+        max_new_tokens: tokens after which an answer is cut; null: 512, and half of a small context at most.
         sampling: how tokens are drawn; null for greedy answers.
         notice: is told when the beginning had to be forgotten.
 
@@ -35,16 +35,17 @@ class Conversation:
         self,
         loaded: LoadedRun,
         system: str | None = None,
-        max_new_tokens: int = 512,
+        max_new_tokens: int | None = None,
         sampling: Sampling | None = None,
         notice: Say = print,
     ) -> None:
         loaded.require_tokenizer()
-        self.loaded, self.max_new_tokens, self.sampling, self.notice = loaded, max_new_tokens, sampling, notice
+        self.loaded, self.sampling, self.notice = loaded, sampling, notice
         self.start = [{"role": "system", "content": system}] if system else []
         self.messages: list[dict[str, Any]] = list(self.start)
         self.context = context_length(loaded.model)
-        if self.context is not None and max_new_tokens >= self.context:
+        self.max_new_tokens = max_new_tokens or min(512, (self.context or 1024) // 2)
+        if self.context is not None and self.max_new_tokens >= self.context:
             raise UserError(f"max_new_tokens: {max_new_tokens:,} do not fit into a context of {self.context:,} tokens")
 
     def reset(self) -> None:

@@ -90,14 +90,21 @@ def disk_errors(path: Path, needed: int | None = None) -> Iterator[None]:
     except Exception as error:
         if (number := _errno(error)) is None:
             raise
+        text = f"{path.absolute()} could not be written: {os.strerror(number)}"
+        if number not in _FULL:
+            raise UserError(text) from error
         there = next(p for p in (path, *path.absolute().parents) if p.is_dir())
         sizes = f"{shutil.disk_usage(there).free:,} bytes are free"
         if needed is not None:
             sizes = f"it needs {needed:,} bytes, {sizes}"
         raise UserError(
-            f"{path.absolute()} could not be written: {os.strerror(number)} ({sizes}). What was saved before is "
-            "whole: make room, or lower training.save_total_limit, and go on with --resume"
+            f"{text} ({sizes}). What was saved before is whole: make room, or lower training.save_total_limit, and go "
+            "on with --resume"
         ) from error
+
+
+# the disk, the quota, or the largest size of a file
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def _errno(error: BaseException | None) -> int | None:

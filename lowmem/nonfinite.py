@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,10 @@ import torch
 from torch import Tensor
 
 from lowmem.checks import NonFiniteError
+from lowmem.durable import write_text
+from lowmem.errors import UserError
 from lowmem.loss import count
+from lowmem.run_log import valid
 from lowmem.strategy import ForwardBackward, Sample, Step
 
 if TYPE_CHECKING:
@@ -117,21 +119,21 @@ class NonFiniteGuard:
         path = folder / "nonfinite" / f"step-{self.run.global_step + 1:06d}.jsonl"
         try:
             self._write(path, [None] * len(self.batch) if error.damaged else self._losses(self.batch))
-        except OSError as problem:
-            return f"(the batch could not be written to {path}: {problem.strerror})"
+        except (OSError, UserError) as problem:
+            return f"(the batch could not be written: {problem})"
         return f"(the batch: {path})"
 
     def _write(self, path: Path, losses: Sequence[float | None]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f"{path.name}.partial")
-        with partial.open("w", encoding="utf-8") as file:
-            for number, (sample, loss) in enumerate(zip(self.batch, losses, strict=True)):
-                file.write(json.dumps({"row": number, **self._plain(sample), "loss": _valid(loss)}) + "\n")
-        os.replace(partial, path)
+        rows = [
+            {"row": number, **self._plain(sample), "loss": valid(loss)}
+            for number, (sample, loss) in enumerate(zip(self.batch, losses, strict=True))
+        ]
+        write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
 
     def _plain(self, sample: Sample) -> dict[str, Any]:
         keys = [key for key in ("input_ids", "labels", "loss_weights") if key in sample]
-        values: dict[str, Any] = {key: [_valid(n) for n in map(_number, sample[key])] for key in keys}
+        values: dict[str, Any] = {key: [valid(n) for n in map(_number, sample[key])] for key in keys}
         tokenizer = self.trainer.tokenizer
         return {**values, "text": tokenizer.decode(values["input_ids"]) if tokenizer is not None else None}
 
@@ -155,8 +157,3 @@ class NonFiniteGuard:
 
 def _number(value: Any) -> Any:
     return value.item() if hasattr(value, "item") else value
-
-
-def _valid(value: float | None) -> float | str | None:
-    """JSON has no NaN and no infinity: they become strings."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -13,20 +13,20 @@ from lowmem import durable
 
 def append(file: Path, line: Mapping[str, Any]) -> None:
     """Add a line of JSON."""
-    durable.append_line(file, json.dumps(_valid(line)))
+    durable.append_line(file, json.dumps(valid(line)))
 
 
 def write(file: Path, content: Mapping[str, Any]) -> None:
     """Write a JSON file beside its place, and rename it."""
-    durable.write_text(file, json.dumps(_valid(content), indent=1, ensure_ascii=False, default=str) + "\n")
+    durable.write_text(file, json.dumps(valid(content), indent=1, ensure_ascii=False, default=str) + "\n")
 
 
-def _valid(value: Any) -> Any:
+def valid(value: Any) -> Any:
     """JSON has no NaN and no infinity: they become strings."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
-        return {key: _valid(v) for key, v in value.items()}
+        return {key: valid(v) for key, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_valid(v) for v in value]
+        return [valid(v) for v in value]
     return value

@@ -165,7 +165,7 @@ def test_schema_and_dtypes(tmp_path):
     assert lowmem("schema", "--output", str(tmp_path / "s.json"), **ASCII).returncode == 0
     schema = json.loads((tmp_path / "s.json").read_text(encoding="utf-8"))
     assert schema == json.loads(lowmem("schema").stdout)
-    assert "cannot be written" in one_line_error(lowmem("schema", "--output", str(tmp_path)))
+    assert "could not be written" in one_line_error(lowmem("schema", "--output", str(tmp_path)))
     rows = {row["name"]: row for row in json.loads(lowmem("dtypes", "--json").stdout)}
     assert rows["bfloat16"]["bytes_per_value"] == 2
     assert "bfloat16" in lowmem("dtypes").stdout

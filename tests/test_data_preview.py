@@ -296,7 +296,7 @@ def test_a_data_file_with_the_name_of_a_model():
         (["x.yaml", "data.on_bad_row=error"], r"train\.jsonl:5: not JSON"),
         (["x.yaml", "data.train=null", "--split", "train"], "data.train: the recipe names no such data"),
         (["x.yaml", "data.train=gone.jsonl"], "no such file"),
-        (["x.yaml", "--html", "no/such/page.html"], "cannot be written"),
+        (["x.yaml", "--html", "no/such/page.html"], "could not be written"),
         (["x.yaml", "data.streaming=true", "training.max_steps=2"], "data.streaming: a stream has no end"),
         (["gone.yaml"], "no such recipe file"),
     ],

@@ -370,7 +370,7 @@ def test_the_command_writes_and_refuses(tmp_path, monkeypatch):
     assert done.output.strip() == str(folder / "report.html")
     done = CliRunner().invoke(app, ["report", str(folder), "-o", str(tmp_path / "nowhere" / "x.html")])
     assert isinstance(done.exception, UserError)
-    assert "cannot be written" in str(done.exception)
+    assert "could not be written" in str(done.exception)
 
 
 # -- a browser --------------------------------------------------------------------------------------------------------

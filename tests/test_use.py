@@ -381,7 +381,7 @@ def test_mistakes_take_one_line(talker, tmp_path):
         here("generate", run, "--prompt", "x" * 66, "--max-new-tokens", "188")
     )
     assert "no effect on rows" in one_line(here("generate", run, "--file", "x.jsonl", "--raw"))
-    assert "do not fit into a context of 256" in one_line(here("chat", run))
+    assert "do not fit into a context of 256" in one_line(here("chat", run, "--max-new-tokens", "300"))
 
 
 def test_the_commands_in_a_process_of_their_own(talker):
@@ -535,3 +535,11 @@ def test_streaming_says_what_generating_says(speaker):
     answer = Conversation(speaker, max_new_tokens=20).ask("hello", pieces.append)
     assert answer == speaker.generate([[{"role": "user", "content": "hello"}]], 20)[0]
     assert len(pieces) > 3
+
+
+def test_a_small_context_shortens_the_answers_of_a_chat(talker):
+    speaker = load_run(talker)
+    assert speaker.model.config.max_position_embeddings == 256
+    assert Conversation(speaker).max_new_tokens == 128
+    speaker.model.config.max_position_embeddings = 4096
+    assert Conversation(speaker).max_new_tokens == 512

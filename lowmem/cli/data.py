@@ -45,7 +45,11 @@ def data(
 
     facts = preview(loaded, split, rows, seed)
     if html is not None:
-        _write_page(html, facts)
+        from lowmem.data.preview_html import page
+        from lowmem.durable import write_text
+
+        write_text(html, page(facts))
+        print(html, file=sys.stderr)
     if as_json:
         print_json(facts)
     elif html is None:
@@ -61,13 +65,3 @@ def _print(facts: dict[str, Any]) -> None:
     colours = console.is_terminal and not console.no_color and console.color_system is not None
     for line in lines(facts, marks=not colours):
         console.print(line)
-
-
-def _write_page(path: Path, facts: dict[str, Any]) -> None:
-    from lowmem.data.preview_html import page
-
-    try:
-        path.write_text(page(facts), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--html: {path.absolute()} cannot be written: {error.strerror}") from None
-    print(path, file=sys.stderr)

@@ -10,7 +10,6 @@ from typing import Annotated
 import typer
 
 from lowmem.cli.common import JsonOption, OverridesArgument, RecipeArgument, new_table, print_json, print_table
-from lowmem.errors import UserError
 
 recipes_app = typer.Typer(help="Recipes that come with lowmem.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -96,10 +95,9 @@ def schema(
     if output is None:
         print(text, end="")
         return
-    try:
-        output.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{output.absolute()}: cannot be written: {error.strerror}") from None
+    from lowmem.durable import write_text
+
+    write_text(output, text)
     print(output)
 
 

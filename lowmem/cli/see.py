@@ -34,12 +34,13 @@ def compare(
 ) -> None:
     """Settings that differ between runs, and their results; with -o a page with their curves over each other."""
     from lowmem.report import compare as comparison
-    from lowmem.report.page import write_page
 
     records = comparison.read_runs(runs)
     facts = comparison.differences(records)
     if output:
-        write_page(output, comparison.render(records))
+        from lowmem.durable import write_text
+
+        write_text(output, comparison.render(records))
     if as_json:
         print_json(_finite({"runs": {label: str(r.path.absolute()) for label, r in records.items()}, **facts}))
         return

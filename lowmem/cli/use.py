@@ -119,7 +119,9 @@ def generate(
 def chat(
     run: RunArgument,
     system: SystemOption = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens after which an answer is cut.")] = 512,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens after which an answer is cut (512; half of a small context).")
+    ] = None,
     temperature: TemperatureOption = None,
     top_p: TopPOption = None,
     seed: SeedOption = None,

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from datetime import UTC, datetime
 from pathlib import Path
 
-from lowmem.errors import UserError
+from lowmem.durable import write_text
 from lowmem.report import sections
 from lowmem.report.facts import duration, gib, measured, percent
 from lowmem.report.html import Html, document, esc
@@ -39,7 +38,9 @@ def write_report(run: str | Path, output: Path | None = None) -> Path:
         UserError: no run folder, a damaged file in it, or the page cannot be written.
     """
     record = read_run(run)
-    return write_page(output or record.path / FILE, render(record))
+    file = output or record.path / FILE
+    write_text(file, render(record))
+    return file
 
 
 def render(record: RunRecord) -> str:
@@ -100,19 +101,3 @@ def _whole(value: float | None) -> int | None:
 
 def _live(size: float | None) -> str:
     return f"{gib(size)} in tensors" if size else ""
-
-
-def write_page(file: Path, text: str) -> Path:
-    """Write a page whole or not at all.
-
-    Raises:
-        UserError: it cannot be written.
-    """
-    partial = file.with_name(f"{file.name}.partial-{os.getpid()}")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, file)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise UserError(f"{file.absolute()}: cannot be written: {error.strerror}") from error
-    return file
