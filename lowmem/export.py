@@ -188,7 +188,7 @@ def _check_gguf(
     named = written.with_name(f"{written.name}.check.gguf")  # transformers goes by the suffix
     named.hardlink_to(written)
     try:
-        back = load_tokenizer(ModelConfig(str(named)))
+        back = _tokenizer_back(named, notices)
         model = load_model(LoadConfig(ModelConfig(str(named)), dtype="float32")).eval()
         ids = probe_ids(model)
         found = logits(model, ids)
@@ -198,17 +198,27 @@ def _check_gguf(
         named.unlink()
     plain = load_model(LoadConfig(ModelConfig(str(source)), dtype="float32")).eval()
     result: dict[str, Any] = {**compare(logits(plain, ids), found)}
-    result["same_tokens"] = all(
-        back(text, add_special_tokens=False)["input_ids"] == tokenizer(text, add_special_tokens=False)["input_ids"]
-        for text in _TEXTS
-    )
-    if not result["same_tokens"]:
+    if back is not None:
+        result["same_tokens"] = all(
+            back(text, add_special_tokens=False)["input_ids"] == tokenizer(text, add_special_tokens=False)["input_ids"]
+            for text in _TEXTS
+        )
+    if not result.get("same_tokens", True):
         notices.append("gguf: read back by transformers, the tokenizer cuts some texts in another way than before")
     if quantization == "f32" and result["largest_logit_difference"] > _EXACT * result["largest_logit"]:
         raise UserError(
             f"export: read back, the logits differ by {result['largest_logit_difference']:.2g}; nothing was written"
         )
     return result
+
+
+def _tokenizer_back(written: Path, notices: list[str]) -> Any:
+    """The tokenizer of a GGUF file; null, with a notice, where transformers cannot read it (5.13 without a BOS token)."""
+    try:
+        return load_tokenizer(ModelConfig(str(written)))
+    except AttributeError as error:
+        notices.append(f"gguf: these transformers cannot read the tokenizer back ({error}), so it was not compared")
+        return None
 
 
 def _refuse_base(base: Base | None) -> None:

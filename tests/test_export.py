@@ -280,3 +280,14 @@ def test_command(tmp_path):
         assert words in refused.stderr
     refused = here("export", str(run), str(tmp_path / "out"), "--format", "gguf")
     assert "ends with .gguf" in refused.stderr
+
+
+def test_a_tokenizer_that_transformers_cannot_read_back_is_said(tmp_path, monkeypatch):
+    def no_token(config):
+        raise AttributeError("no attribute 'bos_token_id'")
+
+    monkeypatch.setattr("lowmem.export.load_tokenizer", no_token)
+    report = export(make_run(tmp_path, base_model()), tmp_path / "m.gguf", "gguf")
+    assert "same_tokens" not in report["check"]
+    assert any("cannot read the tokenizer back" in notice for notice in report["notices"])
+    assert (tmp_path / "m.gguf").is_file()
