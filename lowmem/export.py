@@ -213,7 +213,7 @@ def _check_gguf(
 
 
 def _tokenizer_back(written: Path, notices: list[str]) -> Any:
-    """The tokenizer of a GGUF file; null, with a notice, where transformers cannot read it (5.13 without a BOS token)."""
+    """The tokenizer of a GGUF file; null, with a notice, where transformers cannot read it (5.13, without BOS)."""
     try:
         return load_tokenizer(ModelConfig(str(written)))
     except AttributeError as error:
