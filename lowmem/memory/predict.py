@@ -56,6 +56,7 @@ def record(
     strategies: Sequence[Strategy],
     device: Device,
     lengths: Sequence[int],
+    look: Callable[[Trainer], None] | None = None,
 ) -> Trace:
     """Two optimizer steps of the real trainer, loop and strategies, on rows of these lengths.
 
@@ -68,6 +69,7 @@ def record(
         strategies: new instances.
         device: what the run is to be like.
         lengths: tokens of each row of an optimizer batch; every token is a target.
+        look: is shown the trainer, built and not yet run.
     """
     rows = [{"input_ids": torch.ones(length, dtype=torch.int32).numpy()} for length in lengths]
     numbers = replace(
@@ -91,6 +93,8 @@ def record(
         trace.phase = "at rest"
         with trace:
             _follow(trace, trainer)
+            if look is not None:
+                look(trainer)
             trainer.train()
             _label(trace, trainer)
     return trace
@@ -102,7 +106,10 @@ def _trainer(model: nn.Module, rows: Any, numbers: TrainingConfig, strategies: S
     class Brief(Trainer):
         """Leaves out micro-batches that would show nothing new."""
 
+        rows_per_pass = 0  # the most there were
+
         def _forward_backward(self, micro_batches: list[list[Sample]], divisor: float | Tensor) -> Tensor:
+            self.rows_per_pass = max(self.rows_per_pass, *map(len, micro_batches))
             kept = telling(micro_batches, most=1 if self.run.global_step == 0 else 2)
             return super()._forward_backward(kept, divisor)
 
