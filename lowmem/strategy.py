@@ -57,9 +57,12 @@ class Trait(StrEnum):
     TRAINABLE = "something to be trainable"
     RECOMPUTE = "every block to be recomputed in backward"
     AUTOCAST = "operations to run under autocast"
+    PURE_BLOCKS = "a layer's forward to do nothing but compute"
 
 
-PLAIN_RUN = frozenset({Trait.GRADS_AT_STEP, Trait.STATIC_PARAMS, Trait.DENSE_PARAMS, Trait.TRAINABLE})
+PLAIN_RUN = frozenset(
+    {Trait.GRADS_AT_STEP, Trait.STATIC_PARAMS, Trait.DENSE_PARAMS, Trait.TRAINABLE, Trait.PURE_BLOCKS}
+)
 
 
 class ConflictError(UserError):

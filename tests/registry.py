@@ -62,6 +62,8 @@ ROWS = (
     Row("chunked", lambda: ChunkedCrossEntropy(chunk_size=8)),
     Row("checkpointing", GradientCheckpointing),
     Row("checkpointing-every-2nd", lambda: GradientCheckpointing(every_n_layers=2)),
+    Row("checkpointing-2-offload", lambda: GradientCheckpointing(layers_per_checkpoint=2, offload="cpu")),
+    Row("checkpointing-disk", lambda: GradientCheckpointing(offload="disk")),
     Row("compile", lambda: Compile(backend="eager")),  # other backends: test_exact.py, and on the card
     Row("adamw", lambda: AdamW(betas=(0.8, 0.95), eps=1e-6)),
     Row("in-backward", OptimizerInBackward),
@@ -105,6 +107,10 @@ REFUSED: dict[frozenset[str], tuple[str, ...]] = {
         "takes that away",
         "drop retry_on_oom and lower training.batch_size",
     ),
+    **{
+        frozenset({row, "compile"}): ("forward to do nothing but compute", "takes that away", "leave out offload")
+        for row in ("checkpointing-2-offload", "checkpointing-disk")
+    },
     frozenset({"fp16-autocast", "in-backward"}): (  # rows, where the setting decides
         "all gradients of the step",
         "takes that away",

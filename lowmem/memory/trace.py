@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lowmem.memory.kernels import hidden_bytes, is_matrix_product
+from lowmem.ops.host_memory import place_now
 
 # `:4096:2:16:8`, the default of cuBLAS before Hopper (pytorch#95668)
 CUBLAS_WORKSPACE = 8_519_680
@@ -157,7 +158,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if number is None:
             size = storage.nbytes()
             name = self._names.get(op) or self._names.setdefault(op, str(op))
-            kept_on = "device" if tensor.device.type != "cpu" else "host"
+            kept_on = place_now() if tensor.device.type != "cpu" else "host"
             number = self._numbers[address] = self._born(size, name, tuple(tensor.shape), kept_on=kept_on)
             self._guards[number] = weakref.ref(storage, lambda _, a=address, n=number, s=size: self._died(a, n, s))  # type: ignore[misc]
         if label is not None:

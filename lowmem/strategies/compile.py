@@ -11,7 +11,7 @@ from torch import nn
 from lowmem.errors import UserError
 from lowmem.model import blocks, wrap_forward
 from lowmem.run import Run
-from lowmem.strategy import Stage, Strategy
+from lowmem.strategy import Stage, Strategy, Trait
 
 
 @dataclass
@@ -35,6 +35,10 @@ class Compile(Strategy):
         known = torch.compiler.list_backends(exclude_tags=())
         if self.backend not in known:
             raise UserError(f"compile.backend: there is no {self.backend}; known: {', '.join(sorted(known))}")
+
+    @property
+    def needs(self) -> frozenset[Trait]:
+        return frozenset({Trait.PURE_BLOCKS})
 
     def wrap_model(self, model: nn.Module, run: Run) -> nn.Module:
         for block in blocks(model):
