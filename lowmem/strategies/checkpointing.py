@@ -31,7 +31,8 @@ class GradientCheckpointing(Strategy):
 
     Attributes:
         every_n_layers: every n-th layer is checkpointed, the first among them; the others keep their activations.
-        layers_per_checkpoint: one input is kept for so many layers, which run again together.
+        layers_per_checkpoint: one input is kept for so many layers, which run again together (and all but the last of
+            them once more on their own).
         offload: where inputs wait for backward: null on the card, `cpu` in pinned host memory, `disk` in a file.
         pinned_memory: how much host memory may be pinned (`48GiB`); null: no bound. Beyond it memory is pageable.
         offload_dir: folder of the file; null is the system's folder for temporary files.
@@ -156,14 +157,17 @@ class _Group:
 
 
 def _chain(forwards: list[Forward]) -> Forward:
+    """All in a row. Those before the last have checkpoints of their own, within the group's: so when the group runs
+    again, it keeps what is inside one layer, not inside all of them."""
+
     def together(hidden: Any) -> Any:
-        for number, forward in enumerate(forwards, 1):
-            hidden = forward(hidden)
-            if number < len(forwards) and not isinstance(hidden, Tensor):
+        for forward in forwards[:-1]:
+            hidden = checkpoint(forward, hidden, use_reentrant=False)
+            if not isinstance(hidden, Tensor):
                 raise UserError(
                     "gradient_checkpointing.layers_per_checkpoint: this model's layers return more than a hidden "
                     "state; set it to 1"
                 )
-        return hidden
+        return forwards[-1](hidden)
 
     return together
