@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         PureBF16,
         Quantization,
         RetryOnOOM,
+        TiledMLP,
     )
     from lowmem.strategy import ConflictError, Stage, Strategy, Trait
     from lowmem.trainer import Trainer
@@ -59,6 +60,7 @@ _HOME = {
             "EMA",
             "Compile",
             "RetryOnOOM",
+            "TiledMLP",
         ),
         "strategies",
     ),
@@ -94,6 +96,7 @@ __all__ = [  # noqa: RUF022 - the order is the reader's: the trainer, the number
     "EMA",
     "Compile",
     "RetryOnOOM",
+    "TiledMLP",
     "__version__",
 ]
 

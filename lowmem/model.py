@@ -36,6 +36,12 @@ def _is_layer(module: nn.Module) -> bool:
     return sum(1 for child in module.children() if any(True for _ in child.parameters())) >= 2
 
 
+def feed_forward(block: nn.Module) -> nn.Module | None:
+    """The MLP of a decoder layer (or its experts): a module that works on every token alone; None where it has none."""
+    found = (getattr(block, name, None) for name in ("mlp", "feed_forward", "ffn"))
+    return next((module for module in found if isinstance(module, nn.Module)), None)
+
+
 def head(model: nn.Module) -> nn.Module:
     """The module that makes logits as a plain linear layer does; `head_weights` are its weights.
 

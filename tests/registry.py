@@ -23,6 +23,7 @@ from lowmem import (
     Quantization,
     RetryOnOOM,
     Strategy,
+    TiledMLP,
 )
 
 Make = Callable[[], Strategy]
@@ -64,6 +65,7 @@ ROWS = (
     Row("checkpointing-every-2nd", lambda: GradientCheckpointing(every_n_layers=2)),
     Row("checkpointing-2-offload", lambda: GradientCheckpointing(layers_per_checkpoint=2, offload="cpu")),
     Row("checkpointing-disk", lambda: GradientCheckpointing(offload="disk")),
+    Row("tiled-mlp", lambda: TiledMLP(tile_size=16)),
     Row("compile", lambda: Compile(backend="eager")),  # other backends: test_exact.py, and on the card
     Row("adamw", lambda: AdamW(betas=(0.8, 0.95), eps=1e-6)),
     Row("in-backward", OptimizerInBackward),

@@ -20,12 +20,14 @@ from lowmem.strategies.packing import Packing
 from lowmem.strategies.pure_bf16 import PureBF16
 from lowmem.strategies.quantization import Quantization
 from lowmem.strategies.retry_on_oom import RetryOnOOM
+from lowmem.strategies.tiled_mlp import TiledMLP
 from lowmem.strategy import Strategy
 
 STRATEGIES: dict[str, type[Strategy]] = {
     "quantization": Quantization,
     "lora": LoRA,
     "chunked_cross_entropy": ChunkedCrossEntropy,
+    "tiled_mlp": TiledMLP,
     "gradient_checkpointing": GradientCheckpointing,
     "compile": Compile,
     "adamw": AdamW,
@@ -68,5 +70,6 @@ __all__ = [
     "PureBF16",
     "Quantization",
     "RetryOnOOM",
+    "TiledMLP",
     "with_defaults",
 ]

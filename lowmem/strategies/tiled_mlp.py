@@ -1,0 +1,65 @@
+"""TiledMLP: the MLP of a layer over slices of the sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from lowmem.errors import UserError
+from lowmem.model import blocks, feed_forward, unwrapped, wrap_forward
+from lowmem.ops.dequantised import unpacked_once
+from lowmem.ops.tiled import tiled
+from lowmem.run import Run
+from lowmem.strategy import Stage, Strategy
+
+_ELEMENTS = 2**25  # values of one intermediate tensor in a slice: 64 MiB in 16 bits
+_FEWEST = 256
+
+
+@dataclass
+class TiledMLP(Strategy):
+    """The MLP of every layer, forward and backward, over slices of tokens (Bekman et al. 2025, arXiv:2506.13996).
+
+    No tensor of (tokens x intermediate size) exists beyond a slice. 4-bit weights are unpacked once for all slices of a
+    pass and then let go. With LoRA's dropout, random numbers are drawn slice by slice.
+
+    Attributes:
+        tile_size: tokens in a slice, over all rows; null: as many as make an intermediate tensor of 2^25 values.
+    """
+
+    stage: ClassVar[Stage] = Stage.KERNEL
+    slot: ClassVar[str | None] = "mlp"
+    saves: ClassVar[str] = "the insides of the MLP: tokens x intermediate size shrinks to one slice"
+    costs: ClassVar[str] = "a second forward pass through the MLP; with 4-bit weights, a layer's MLP unpacked at once"
+
+    tile_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.tile_size is not None and self.tile_size < 1:
+            raise UserError("tiled_mlp.tile_size: counts from 1")
+
+    def wrap_model(self, model: nn.Module, run: Run) -> nn.Module:
+        for block in blocks(model):
+            module = feed_forward(block)
+            if module is None:
+                raise UserError(
+                    f"tiled_mlp: the layers of {type(unwrapped(model)).__name__} have no MLP module of their own; drop "
+                    "tiled_mlp"
+                )
+            wrap_forward(module, lambda forward, module=module: self._tiled(forward, module))  # type: ignore[misc]
+        return model
+
+    def _tiled(self, forward: Any, module: nn.Module) -> Any:
+        tile = self.tile_size or max(_FEWEST, _ELEMENTS // _widest(module))
+
+        def in_slices(hidden: Tensor) -> Tensor:
+            return tiled(forward, hidden, list(module.parameters()), tile, lambda: unpacked_once(module))
+
+        return in_slices
+
+
+def _widest(module: nn.Module) -> int:
+    """The largest number of values that a token has inside the module."""
+    return max((int(getattr(m, "out_features", 0) or getattr(m, "nf", 0)) for m in module.modules()), default=0) or 1
