@@ -4,145 +4,186 @@ What the function saves for backward never exists for more than one slice: backw
 idea is that of TiledMLP in Arctic's long-sequence training (Bekman et al. 2025, arXiv:2506.13996), here with the
 parameters as inputs of the autograd function: their gradients are summed over the slices and given back once, so hooks
 that wait for a gradient run once for each parameter and backward pass.
+
+Inputs are saved before the function runs, by an autograd node of their own. Under checkpointing, which runs a layer
+again until it has got back the last tensor that was saved, the function then need not run a third time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-Tokenwise = Callable[[Tensor], Tensor]
+Around = Callable[[], AbstractContextManager[Any]]
 
 
-def tiled(
-    function: Tokenwise,
-    inputs: Tensor,
-    parameters: Sequence[nn.Parameter],
-    tile: int,
-    around: Callable[[], AbstractContextManager[Any]] | None = None,
-) -> Tensor:
-    """`function(inputs)`, computed over slices of `tile` tokens.
+@dataclass(frozen=True)
+class Slices:
+    """A function of slices of tokens.
+
+    Attributes:
+        function: takes one slice of each input and its start, returns one slice of each output. Each token's result
+            depends on that token alone. Random numbers are drawn slice by slice, and replayed in backward.
+        step: tokens in a slice.
+        inputs, outputs: which dimension of each input and output counts the tokens.
+        around: is entered once for all slices of a pass (to unpack weights, say).
+    """
+
+    function: Callable[..., tuple[Tensor, ...]]
+    step: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    around: Around = ExitStack
+
+    def all(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The function over all tokens, slice by slice."""
+        length = tensors[0].shape[self.inputs[0]]
+        whole: list[Tensor] = []
+        for start in range(0, length, self.step):
+            pieces = self.function(start, *self.cut(tensors, start))
+            if not whole:
+                whole = [
+                    piece.new_empty((*piece.shape[:dim], length, *piece.shape[dim + 1 :]))
+                    for piece, dim in zip(pieces, self.outputs, strict=True)
+                ]
+            for full, piece, dim in zip(whole, pieces, self.outputs, strict=True):
+                full.narrow(dim, start, piece.shape[dim]).copy_(piece)
+            del pieces, piece
+        return tuple(whole)
+
+    def cut(self, tensors: Sequence[Tensor], start: int, dims: tuple[int, ...] | None = None) -> list[Tensor]:
+        """One slice of each tensor."""
+        dims = dims or self.inputs
+        return [t.narrow(d, start, min(self.step, t.shape[d] - start)) for t, d in zip(tensors, dims, strict=True)]
+
+
+def sliced(slices: Slices, tensors: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> tuple[Tensor, ...]:
+    """The outputs of all slices, as one tensor each.
 
     Args:
-        function: (rows, tokens, width) -> (rows, tokens, width'); each token for itself. Random
-            numbers are drawn slice by slice, and replayed in backward.
-        inputs: (rows, tokens, width).
+        slices: what is computed, and how it is cut.
+        tensors: the inputs.
         parameters: what the function uses and gives a gradient to.
-        tile: tokens of all rows together in a slice; slices are cut along the second dimension.
-        around: entered once for all slices of a pass (say, to unpack weights).
     """
-    step = max(1, tile // inputs.shape[0])
-    if step >= inputs.shape[1]:
-        return function(inputs)
     used = [p for p in parameters if p.requires_grad]
-    if not torch.is_grad_enabled() or not (used or inputs.requires_grad):
-        with around() if around else ExitStack():
-            return _joined(function, inputs, step)
-    return _Tiled.apply(function, inputs, step, around, *used)  # type: ignore[no-untyped-call,no-any-return]
+    if not torch.is_grad_enabled() or not any(t.requires_grad for t in (*tensors, *used)):
+        with slices.around():
+            return slices.all(tensors)
+    saver = _Save.apply(torch.empty(0, requires_grad=True), *tensors).grad_fn  # type: ignore[no-untyped-call]
+    found: tuple[Tensor, ...] = _Sliced.apply(slices, saver, len(tensors), *tensors, *used)  # type: ignore[no-untyped-call]
+    return found
 
 
-class _Tiled(torch.autograd.Function):
+class _Save(torch.autograd.Function):
+    """Saves its inputs, and does nothing else; who has its node can ask for them."""
+
     @staticmethod
-    def forward(
-        ctx: Any,
-        function: Tokenwise,
-        inputs: Tensor,
-        step: int,
-        around: Callable[[], AbstractContextManager[Any]] | None,
-        *parameters: Tensor,
-    ) -> Tensor:
-        ctx.function, ctx.step, ctx.around = function, step, around
-        ctx.replay = _random_state(inputs)
-        ctx.autocast = _autocast_now(inputs.device.type)
-        ctx.save_for_backward(inputs, *parameters)
-        with torch.no_grad(), around() if around else ExitStack():
-            return _joined(function, inputs, step)
+    def forward(ctx: Any, marker: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return marker.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
+        raise AssertionError("nothing depends on the marker")
+
+
+class _Sliced(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, slices: Slices, saver: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.slices, ctx.saver, ctx.count = slices, saver, count
+        ctx.parameters = tensors[count:]
+        ctx.replay = _random_state(tensors[0])
+        ctx.autocast = _autocast_now(tensors[0].device.type)
+        ctx.set_materialize_grads(False)
+        with torch.no_grad(), slices.around():
+            return slices.all(tensors[:count])
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        inputs, *parameters = ctx.saved_tensors
-        wants = ctx.needs_input_grad[1]
-        grad_inputs = torch.empty_like(inputs) if wants else None
-        sums: list[Tensor | None] = [None] * len(parameters)
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        slices, saver, ctx.saver = ctx.slices, ctx.saver, None
+        assert saver is not None, "the inputs were let go by the first backward"
+        tensors = list(saver.saved_tensors)
+        del saver
+        wants = ctx.needs_input_grad[3 : 3 + ctx.count]
+        sums = _Sums(slices, tensors, list(ctx.parameters), wants)
         with ExitStack() as stack:
             stack.enter_context(ctx.replay())
             stack.enter_context(ctx.autocast())
-            stack.enter_context(ctx.around() if ctx.around else ExitStack())
-            for start in range(0, inputs.shape[1], ctx.step):
-                part = slice(start, start + ctx.step)
-                _one_slice(ctx.function, inputs[:, part], parameters, grad[:, part], sums, grad_inputs, part)
-        return None, grad_inputs, None, None, *sums
+            stack.enter_context(slices.around())
+            for start in range(0, tensors[0].shape[slices.inputs[0]], slices.step):
+                sums.add(start, grads)
+        return None, None, None, *sums.inputs, *sums.parameters
 
 
-def _one_slice(
-    function: Tokenwise,
-    inputs: Tensor,
-    parameters: list[Tensor],
-    grad: Tensor,
-    sums: list[Tensor | None],
-    grad_inputs: Tensor | None,
-    part: slice,
-) -> None:
-    """Run a slice again with gradients; add what it gives to the sums. In a function, so that nothing of it stays."""
-    leaf = inputs.detach().requires_grad_(grad_inputs is not None)
-    with torch.enable_grad():
-        output = function(leaf)
-    wanted = [leaf, *parameters] if grad_inputs is not None else parameters
-    found = list(torch.autograd.grad(output, wanted, grad, allow_unused=True))
-    del output
-    if grad_inputs is not None:
-        own = found.pop(0)
-        grad_inputs[:, part] = 0 if own is None else own
-    for i, gradient in enumerate(found):
-        if gradient is None:
-            continue
-        total = sums[i]
-        if total is None:
-            sums[i] = gradient
-        else:
-            total += gradient
+class _Sums:
+    """Gradients of the inputs, slice by slice, and of the parameters, summed over the slices."""
+
+    def __init__(
+        self, slices: Slices, tensors: list[Tensor], parameters: list[Tensor], wants: tuple[bool, ...]
+    ) -> None:
+        self.slices, self.tensors, self.given = slices, tensors, parameters
+        self.inputs = [torch.empty_like(t) if want else None for t, want in zip(tensors, wants, strict=True)]
+        self.parameters: list[Tensor | None] = [None] * len(parameters)
+
+    def add(self, start: int, grads: tuple[Tensor | None, ...]) -> None:
+        """Run a slice again with gradients, and add what it gives."""
+        slices = self.slices
+        leaves = [
+            t.detach().requires_grad_(own is not None)
+            for t, own in zip(slices.cut(self.tensors, start), self.inputs, strict=True)
+        ]
+        with torch.enable_grad():
+            outputs = slices.function(start, *leaves)
+        pairs = [
+            (out, slices.cut([grad], start, (dim,))[0])
+            for out, grad, dim in zip(outputs, grads, slices.outputs, strict=True)
+            if grad is not None and out.requires_grad
+        ]
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        found = list(
+            torch.autograd.grad(
+                [out for out, _ in pairs], [*wanted, *self.given], [g for _, g in pairs], allow_unused=True
+            )
+        )
+        del outputs, pairs
+        for own, dim in zip(self.inputs, slices.inputs, strict=True):
+            if own is not None:
+                gradient = found.pop(0)
+                place = own.narrow(dim, start, min(slices.step, own.shape[dim] - start))
+                place.zero_() if gradient is None else place.copy_(gradient)
+        for i, gradient in enumerate(found):
+            total = self.parameters[i]
+            if total is None:
+                self.parameters[i] = gradient
+            elif gradient is not None:
+                total += gradient
 
 
-def _joined(function: Tokenwise, inputs: Tensor, step: int) -> Tensor:
-    """The results of all slices in one tensor."""
-    whole: Tensor | None = None
-    for start in range(0, inputs.shape[1], step):
-        piece = function(inputs[:, start : start + step])
-        if whole is None:
-            whole = piece.new_empty((*inputs.shape[:2], *piece.shape[2:]))
-        whole[:, start : start + step] = piece
-        del piece
-    assert whole is not None
-    return whole
-
-
-def _random_state(tensor: Tensor) -> Callable[[], AbstractContextManager[Any]]:
+def _random_state(tensor: Tensor) -> Around:
     """A context in which random numbers come as they come now; afterwards they go on as before it."""
     cpu = torch.get_rng_state()
     devices, states = get_device_states(tensor)
+    kind = "cuda" if tensor.device.type in ("cpu", "meta") else tensor.device.type
 
     def replay() -> AbstractContextManager[Any]:
         stack = ExitStack()
-        stack.enter_context(torch.random.fork_rng(devices, device_type=_kind(tensor)))
+        stack.enter_context(torch.random.fork_rng(devices, device_type=kind))
         torch.set_rng_state(cpu)
         if devices:
-            set_device_states(devices, states, device_type=_kind(tensor))
+            set_device_states(devices, states, device_type=kind)
         return stack
 
     return replay
 
 
-def _kind(tensor: Tensor) -> str:
-    return "cuda" if tensor.device.type in ("cpu", "meta") else tensor.device.type
-
-
-def _autocast_now(kind: str) -> Callable[[], AbstractContextManager[Any]]:
+def _autocast_now(kind: str) -> Around:
     """A context with the autocast settings of this moment: backward runs outside of it."""
     enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     # The cache would keep cast weights beyond the pass.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lowmem.errors import UserError
 from lowmem.model import blocks, feed_forward, unwrapped, wrap_forward
 from lowmem.ops.dequantised import unpacked_once
-from lowmem.ops.tiled import tiled
+from lowmem.ops.tiled import Slices, sliced
 from lowmem.run import Run
 from lowmem.strategy import Stage, Strategy
 
@@ -32,7 +32,7 @@ class TiledMLP(Strategy):
     stage: ClassVar[Stage] = Stage.KERNEL
     slot: ClassVar[str | None] = "mlp"
     saves: ClassVar[str] = "the insides of the MLP: tokens x intermediate size shrinks to one slice"
-    costs: ClassVar[str] = "a second forward pass through the MLP; with 4-bit weights, a layer's MLP unpacked at once"
+    costs: ClassVar[str] = "without checkpointing, a second forward pass through the MLP"
 
     tile_size: int | None = None
 
@@ -55,7 +55,12 @@ class TiledMLP(Strategy):
         tile = self.tile_size or max(_FEWEST, _ELEMENTS // _widest(module))
 
         def in_slices(hidden: Tensor) -> Tensor:
-            return tiled(forward, hidden, list(module.parameters()), tile, lambda: unpacked_once(module))
+            step = max(1, tile // hidden.shape[0])
+            if step >= hidden.shape[1]:
+                whole: Tensor = forward(hidden)
+                return whole
+            slices = Slices(lambda _, part: (forward(part),), step, (1,), (1,), lambda: unpacked_once(module))
+            return sliced(slices, [hidden], list(module.parameters()))[0]
 
         return in_slices
 
