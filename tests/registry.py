@@ -11,6 +11,7 @@ from lowmem import (
     AdamW,
     AdamW8bit,
     ChunkedCrossEntropy,
+    ChunkedLayers,
     Compile,
     GradientAccumulation,
     GradientCheckpointing,
@@ -66,6 +67,7 @@ ROWS = (
     Row("checkpointing-2-offload", lambda: GradientCheckpointing(layers_per_checkpoint=2, offload="cpu")),
     Row("checkpointing-disk", lambda: GradientCheckpointing(offload="disk")),
     Row("tiled-mlp", lambda: TiledMLP(tile_size=16)),
+    Row("chunked-layers", lambda: ChunkedLayers(chunk_size=16)),
     Row("compile", lambda: Compile(backend="eager")),  # other backends: test_exact.py, and on the card
     Row("adamw", lambda: AdamW(betas=(0.8, 0.95), eps=1e-6)),
     Row("in-backward", OptimizerInBackward),
@@ -113,6 +115,8 @@ REFUSED: dict[frozenset[str], tuple[str, ...]] = {
         frozenset({row, "compile"}): ("forward to do nothing but compute", "takes that away", "leave out offload")
         for row in ("checkpointing-2-offload", "checkpointing-disk")
     },
+    frozenset({"chunked-layers", "compile"}): ("forward to do nothing but compute", "takes that away"),
+    frozenset({"chunked_layers", "tiled_mlp"}): ("slot 'token_slices'", "keep one"),
     frozenset({"fp16-autocast", "in-backward"}): (  # rows, where the setting decides
         "all gradients of the step",
         "takes that away",

@@ -9,6 +9,7 @@ from lowmem.strategies.accumulation import GradientAccumulation
 from lowmem.strategies.adamw import AdamW
 from lowmem.strategies.adamw_8bit import AdamW8bit
 from lowmem.strategies.checkpointing import GradientCheckpointing
+from lowmem.strategies.chunked_layers import ChunkedLayers
 from lowmem.strategies.chunked_loss import ChunkedCrossEntropy
 from lowmem.strategies.clipping import GradientClipping
 from lowmem.strategies.compile import Compile
@@ -27,6 +28,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "quantization": Quantization,
     "lora": LoRA,
     "chunked_cross_entropy": ChunkedCrossEntropy,
+    "chunked_layers": ChunkedLayers,
     "tiled_mlp": TiledMLP,
     "gradient_checkpointing": GradientCheckpointing,
     "compile": Compile,
@@ -59,6 +61,7 @@ __all__ = [
     "AdamW",
     "AdamW8bit",
     "ChunkedCrossEntropy",
+    "ChunkedLayers",
     "Compile",
     "GradientAccumulation",
     "GradientCheckpointing",

@@ -30,7 +30,7 @@ class TiledMLP(Strategy):
     """
 
     stage: ClassVar[Stage] = Stage.KERNEL
-    slot: ClassVar[str | None] = "mlp"
+    slot: ClassVar[str | None] = "token_slices"
     saves: ClassVar[str] = "the insides of the MLP: tokens x intermediate size shrinks to one slice"
     costs: ClassVar[str] = "without checkpointing, a second forward pass through the MLP"
 
@@ -52,7 +52,7 @@ class TiledMLP(Strategy):
         return model
 
     def _tiled(self, forward: Any, module: nn.Module) -> Any:
-        tile = self.tile_size or max(_FEWEST, _ELEMENTS // _widest(module))
+        tile = self.tile_size or tokens_per_slice(module)
 
         def in_slices(hidden: Tensor) -> Tensor:
             step = max(1, tile // hidden.shape[0])
@@ -65,6 +65,7 @@ class TiledMLP(Strategy):
         return in_slices
 
 
-def _widest(module: nn.Module) -> int:
-    """The largest number of values that a token has inside the module."""
-    return max((int(getattr(m, "out_features", 0) or getattr(m, "nf", 0)) for m in module.modules()), default=0) or 1
+def tokens_per_slice(module: nn.Module) -> int:
+    """As many tokens as make a tensor of 2^25 values at the module's widest place, but no fewer than 256."""
+    widths = [int(getattr(m, "out_features", 0) or getattr(m, "nf", 0)) for m in module.modules()]
+    return max(_FEWEST, _ELEMENTS // max([*widths, 1]))
