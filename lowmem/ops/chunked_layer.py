@@ -128,7 +128,8 @@ def _until_attention(call: Callable[[], Any]) -> _Reached:
         with _attention(stop):
             call()
     except _Reached as reached:
-        return reached
+        # The traceback holds all frames up to here, and in them the tensors of the whole pass.
+        return reached.with_traceback(None)
     raise UserError("chunked_layers: this model's layers do not call transformers' attention interface; drop it")
 
 
