@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lowmem.memory.kernels import hidden_bytes, is_matrix_product
-from lowmem.ops.host_memory import place_now
+from lowmem.ops.without_data import place_now
 
 # `:4096:2:16:8`, the default of cuBLAS before Hopper (pytorch#95668)
 CUBLAS_WORKSPACE = 8_519_680

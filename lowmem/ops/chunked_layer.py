@@ -64,8 +64,9 @@ class SlicedLayer:
 
         def project(start: int, part: Tensor) -> tuple[Tensor, ...]:
             reached = _until_attention(lambda: called(start, part))
-            last[:] = [reached]
-            query, key, value = reached.arguments[1:4]
+            module, query, key, value, *mask = reached.arguments
+            # without the slice's tensors, which backward's last call would keep alive, and their graph
+            last[:] = [_Reached(reached.real, (module, *mask), reached.options)]
             return query, key, value
 
         def finish(start: int, part: Tensor, attended: Tensor) -> tuple[Tensor]:
@@ -85,7 +86,7 @@ class SlicedLayer:
         query, key, value = sliced(Slices(project, step, (1,), (2, 2, 2), unpacked), [hidden], parameters)
         reached = last.pop()
         options = {name: kwargs.get(name, value) for name, value in reached.options.items()}
-        module, mask = reached.arguments[0], reached.arguments[4:]
+        module, *mask = reached.arguments
         attended = reached.real(module, query, key, value, *mask, **options)[0]
         del query, key, value, reached
         return sliced(Slices(finish, step, (1, 1), (1,), unpacked), [hidden, attended], parameters)[0]

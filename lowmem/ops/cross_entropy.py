@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lowmem.ops.without_data import starts
+
 # A card reads the whole head for every chunk, so its chunks are large; a CPU is as fast with small ones.
 _LOGITS_PER_CHUNK = {"cpu": 2**22, "cuda": 2**24}  # 16 and 64 MiB in float32
 _FEWEST_TOKENS = {"cpu": 64, "cuda": 128}
@@ -104,7 +106,7 @@ def _forward(
         used_weight = weight.to(dtype)
         used_bias = None if bias is None else bias.to(dtype)
         exact_weight = used_weight.to(exact) if needs[0] else used_weight
-        for start in range(0, hidden.shape[0], chunk):
+        for start in starts(hidden.shape[0], chunk, hidden.device):
             part = slice(start, start + chunk)
             inputs = hidden[part].to(dtype)  # (chunk, width)
             logits = F.linear(inputs, used_weight, used_bias).to(wide)  # (chunk, vocabulary)

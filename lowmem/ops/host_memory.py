@@ -3,35 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-# Where tensors of the meta device are meant to lie, for those who record them.
-_PLACE: ContextVar[str] = ContextVar("place", default="device")
-
-
-def place_now() -> str:
-    """`device`, or within `host_memory` the kind of the host's memory."""
-    return _PLACE.get()
-
-
-@contextmanager
-def host_memory(kind: str) -> Iterator[None]:
-    """Inside, tensors that are made on the meta device stand for the host's memory.
-
-    Args:
-        kind: `host` or `pinned`.
-    """
-    token = _PLACE.set(kind)
-    try:
-        yield
-    finally:
-        _PLACE.reset(token)
+from lowmem.ops.without_data import host_memory
 
 
 class HostPool:

@@ -84,6 +84,7 @@ class Kept:
             return self._here
         before = self.before() if self.before is not None else None
         tensor = self._here
+        self.leave()  # who asks holds it now; asked again, it would come from the shelf
         if tensor is None:
             self.start_back()
             coming, self._coming = self._coming, None

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import get_device_states, set_device_states
 
+from lowmem.ops.without_data import starts
+
 Around = Callable[[], AbstractContextManager[Any]]
 
 
@@ -45,7 +47,7 @@ class Slices:
         """The function over all tokens, slice by slice."""
         length = tensors[0].shape[self.inputs[0]]
         whole: list[Tensor] = []
-        for start in range(0, length, self.step):
+        for start in starts(length, self.step, tensors[0].device):
             pieces = self.function(start, *self.cut(tensors, start))
             if not whole:
                 whole = [
@@ -117,7 +119,7 @@ class _Sliced(torch.autograd.Function):
             stack.enter_context(ctx.replay())
             stack.enter_context(ctx.autocast())
             stack.enter_context(slices.around())
-            for start in range(0, tensors[0].shape[slices.inputs[0]], slices.step):
+            for start in starts(tensors[0].shape[slices.inputs[0]], slices.step, tensors[0].device):
                 sums.add(start, grads)
         return None, None, None, *sums.inputs, *sums.parameters
 
