@@ -99,6 +99,7 @@ def estimate(
     expandable_segments: bool = True,
     context_bytes: int = CONTEXT_BYTES,
     trace: Trace | None = None,
+    band: bool = True,
 ) -> Estimate:
     """Predict the memory of a run by running it on the meta device.
 
@@ -109,6 +110,7 @@ def estimate(
         expandable_segments: whether the allocator is set to grow its segments (`lowmem train` does so).
         context_bytes: what CUDA takes beside the allocator.
         trace: is filled with what was recorded, where a picture is to be drawn of it.
+        band: whether neighbouring lengths are tried, too.
 
     Raises:
         UserError: the architecture is not to be had, strategies conflict, or a part cannot run without data.
@@ -120,21 +122,21 @@ def estimate(
     if trace is not None:
         vars(trace).update(vars(full))
     found = judge(full, expandable=expandable_segments, vocabulary=subject.vocabulary)
-    band = [found.peak_reserved_bytes]
-    if device == "cuda":
-        band += [
+    reserved = [found.peak_reserved_bytes]
+    if device == "cuda" and band:
+        reserved += [
             replay(events, CachingAllocator(None, expandable_segments)).peak_reserved
             for events in neighbours(subject, full, rows)
         ]
-    slack = max(band) - sum(found.ledger.values())
+    slack = max(reserved) - sum(found.ledger.values())
     return Estimate(
         subject.name,
         device,
         expandable_segments,
         rows,
         found.peak_allocated_bytes,
-        max(band),
-        (min(band), max(band)),
+        max(reserved),
+        (min(reserved), max(reserved)),
         context_bytes if device == "cuda" else 0,
         found.phase,
         found.place,

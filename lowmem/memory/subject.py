@@ -11,11 +11,13 @@ import torch
 from torch import nn
 
 from lowmem.config import ModelConfig, TrainingConfig
+from lowmem.errors import UserError
 from lowmem.loading import load_model_config, model_without_data
 from lowmem.memory.meta import Device
+from lowmem.memory.meter import _quant_state
 from lowmem.memory.predict import record
 from lowmem.memory.trace import Trace
-from lowmem.model import resize_embeddings
+from lowmem.model import blocks, resize_embeddings
 from lowmem.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -73,6 +75,30 @@ class Subject:
             int(text.num_hidden_layers),
             _pattern(text),
             int(text.vocab_size) + len(model.add_tokens or ()),
+            training,
+            strategies,
+        )
+
+    @classmethod
+    def of_module(cls, module: nn.Module, training: TrainingConfig, strategies: Sequence[Strategy]) -> Subject:
+        """A run of a model in memory. Its data are not copied; its depth cannot be changed.
+
+        Args:
+            module: as it is handed to a trainer: no strategy has touched it.
+        """
+        twin = without_data(module)
+        config: Any = getattr(module, "config", None)
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        try:
+            layers = len(blocks(module))
+        except UserError:
+            layers = 0
+        return cls(
+            type(module).__name__,
+            lambda _: copy.deepcopy(twin),
+            layers,
+            None,
+            int(getattr(text, "vocab_size", 0) or 0),
             training,
             strategies,
         )
@@ -150,6 +176,19 @@ def with_layers(config: Any, layers: int) -> Any:
             setattr(text, name, [value[i % before] for i in range(layers)])
     text.num_hidden_layers = layers
     return config
+
+
+def without_data(module: nn.Module) -> nn.Module:
+    """A copy of a module on the meta device. Quantised weights (bitsandbytes) keep their scales there, too."""
+    parameters = list(module.parameters())
+    memo: dict[int, Any] = {id(t): t.to("meta") for t in module.buffers()}
+    for parameter in parameters:
+        memo |= {id(t): t.to("meta") for t in _quant_state(parameter)}
+        data = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
+        memo[id(parameter)] = torch.Tensor._make_subclass(type(parameter), data, parameter.requires_grad)
+    for parameter in parameters:  # what a class of parameters keeps beside its values
+        vars(memo[id(parameter)]).update(copy.deepcopy(vars(parameter), memo))
+    return copy.deepcopy(module, memo)
 
 
 def _pattern(text: Any) -> int | None:
