@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowmem.memory.kernels import hidden_bytes, is_matrix_product
+from lowmem.memory.work import Work
 
 # `:4096:2:16:8`, the default of cuBLAS before Hopper (pytorch#95668)
 CUBLAS_WORKSPACE = 8_519_680
@@ -43,6 +44,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         device: whose kernels' hidden bytes are recorded, too (`cuda`, `cpu`); null: none.
+        work: is shown every operation, with its phase, for the time it would take; null: nothing is.
 
     Attributes:
         storages: number -> storage.
@@ -51,9 +53,10 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         phase: what is going on; inside a backward pass it is `backward` by itself.
     """
 
-    def __init__(self, device: str | None = None) -> None:
+    def __init__(self, device: str | None = None, work: Work | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
+        self.work = work
         self.storages: list[Storage] = []
         self.events: list[tuple[int, int]] = []
         self.times: list[float] = []
@@ -75,6 +78,8 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
                         self.see(inner, op=func)
         for number in inside:
             self._record(number, -self.storages[number].size)
+        if self.work is not None:
+            self.work.see(func, args, kwargs, result, self._now())
         return result
 
     def _inside(self, func: Any, args: Any) -> list[int]:
