@@ -15,6 +15,7 @@ from lowmem.memory.allocator import CachingAllocator, replay
 from lowmem.memory.meta import Device, on_meta
 from lowmem.memory.meter import tensors_by_category
 from lowmem.memory.trace import Storage, Trace
+from lowmem.memory.work import Work
 from lowmem.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ def record(
     strategies: Sequence[Strategy],
     device: Device,
     lengths: Sequence[int],
+    work: Work | None = None,
 ) -> Trace:
     """Two optimizer steps of the real trainer, loop and strategies, on rows of these lengths.
 
@@ -60,6 +62,7 @@ def record(
         strategies: new instances.
         device: what the run is to be like.
         lengths: tokens of each row of an optimizer batch; every token is a target.
+        work: is shown every operation, for the time it would take.
     """
     from lowmem.trainer import Trainer
 
@@ -81,7 +84,7 @@ def record(
     )
     with on_meta(device):
         trainer = Trainer(model, rows, training=numbers, strategies=strategies)
-        trace = Trace(device)
+        trace = Trace(device, work)
         with trace:
             _follow(trace, trainer)
             trainer.train()
