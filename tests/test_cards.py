@@ -13,7 +13,7 @@ ENTRIES = module._file()["cards"]
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry["name"])
 def test_the_numbers_of_a_card_agree(entry: dict) -> None:
-    """Peaks are multiprocessors x clock x rate; float32 has 64 or 128 cores a multiprocessor (Hopper: a higher clock)."""
+    """Peaks are multiprocessors x clock x rate; float32 has 64 or 128 cores each (Hopper runs it at a higher clock)."""
     clocks = entry["multiprocessors"] * entry["boost_ghz"] * 1e-3
     assert entry["half_tflops"] == pytest.approx(clocks * entry["tensor_flops_per_clock"], rel=0.015)
     cores = 64 if entry["compute_capability"] in ("7.0", "7.5", "8.0") else 128
