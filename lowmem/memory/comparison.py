@@ -12,6 +12,7 @@ from lowmem.durable import write_text
 from lowmem.errors import UserError
 from lowmem.memory.guard import gib
 from lowmem.memory.meter import Ledger, ledger_of
+from lowmem.memory.timeline import COMPARISON
 from lowmem.memory.trace import Trace
 from lowmem.memory.worst_batch import Lengths
 from lowmem.observers import Event
@@ -19,7 +20,6 @@ from lowmem.observers import Event
 if TYPE_CHECKING:
     from lowmem.trainer import Trainer
 
-FILE = "memory.json"
 # inside one operation: a prediction knows of it, a look at what operations return does not
 _UNSEEN = ("inside kernels", "workspaces")
 
@@ -50,7 +50,9 @@ class MemoryComparison:
             what = "tensors within the measured step" if name == "step" else "reserved over the run"
             trainer.emit("status", text=f"memory: {what}: {shown} ({part['difference_percent']:+.2f} %)")
         if trainer.books.folder:
-            write_text(trainer.books.folder / FILE, json.dumps({"device": trainer.memory.kind, **parts}, indent=1))
+            write_text(
+                trainer.books.folder / COMPARISON, json.dumps({"device": trainer.memory.kind, **parts}, indent=1)
+            )
 
 
 def measured_batch(trainer: Trainer) -> Lengths:

@@ -21,7 +21,7 @@ from lowmem.memory.meta import Device
 from lowmem.memory.remedies import Remedy, remedies
 from lowmem.memory.subject import Subject, model_config
 from lowmem.memory.trace import Trace
-from lowmem.memory.worst_batch import Lengths, WorstBatches, longest_eval_batch, worst_batches
+from lowmem.memory.worst_batch import Lengths, WorstBatches, heaviest, longest_eval_batch, worst_batches
 
 if TYPE_CHECKING:
     from lowmem.trainer import Trainer
@@ -125,7 +125,7 @@ class MemoryGuard:
             with self._apart():
                 if self._surely_fits(worst.batches, free):
                     return
-                batch = self._worst_of(worst.batches)
+                batch = heaviest(self.subject, worst.batches, self.kind)
             found = self.prediction = self.predict(batch)
         except UserError as error:
             trainer.run.notice(f"memory: not predicted before training ({error}); whether it fits will be seen")
@@ -158,21 +158,15 @@ class MemoryGuard:
         tokens = max(len(batch) * max(batch) for batch in padded)
         return upper_bound(self.subject.make_model(None), tokens, training.max_length) <= _SURELY * free
 
-    def _worst_of(self, batches: Sequence[Lengths]) -> Lengths:
-        """Of several candidates, the one whose peak is highest in a few layers."""
-        if len(batches) == 1:
-            return batches[0]
-        subject = self.subject
-        return max(batches, key=lambda rows: subject.trace(rows, self.kind, layers=subject.shallow).peak()[0])
-
     def _refusal(self, found: Estimate, words: str, free: int) -> str:
         needed = needed_bytes(found)
         where = "on the card" if self.kind == "cuda" else "in this machine's memory"
+        held = {name: size for name, size in found.ledger.items() if self.kind == "cuda" or name != "allocator slack"}
         lines = [
             f"this run will not fit: {gib(needed)} needed, {gib(free)} free {where} (lowmem train --force, or "
             "Trainer(check_memory='warn'), trains anyway)",
             f"  predicted for {words}: {len(found.lengths)} rows of up to {max(found.lengths):,} tokens",
-            f"  at the peak, in {found.phase}{f', {found.place}' if found.place else ''}: {ledger_words(found.ledger)}",
+            f"  at the peak, in {found.phase}{f', {found.place}' if found.place else ''}: {ledger_words(held)}",
         ]
         return "\n".join([*lines, *remedy_lines(self.remedies(found.lengths, free, needed), fitting=True)])
 

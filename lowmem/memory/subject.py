@@ -129,12 +129,25 @@ class Subject:
 def read_subject(
     name: str, overrides: Sequence[str] = (), max_length: int | None = None, batch_size: int | None = None
 ) -> Subject:
+    """The run of `read_recipe`."""
+    return Subject.of(read_recipe(name, overrides, max_length, batch_size))
+
+
+def read_recipe(
+    name: str,
+    overrides: Sequence[str] = (),
+    max_length: int | None = None,
+    batch_size: int | None = None,
+    *,
+    check_files: bool = False,
+) -> Recipe:
     """What a command is asked about: a recipe, or a model alone, which is trained fully with AdamW.
 
     Args:
         name: a recipe file, the name of a shipped recipe, or a model.
         overrides: `section.key=value`.
         max_length, batch_size: instead of the recipe's.
+        check_files: data that are not there are an error.
 
     Raises:
         UserError: neither a recipe nor a model can be made of it.
@@ -144,8 +157,8 @@ def read_subject(
     numbers = {"max_length": max_length, "batch_size": batch_size}
     more = [*overrides, *(f"training.{key}={value}" for key, value in numbers.items() if value is not None)]
     if _is_recipe(name):
-        return Subject.of(load_recipe(name, more, check_files=False))
-    return Subject.of(recipe_from_overrides([f"model.name_or_path={name}", *more]))
+        return load_recipe(name, more, check_files=check_files)
+    return recipe_from_overrides([f"model.name_or_path={name}", *more])
 
 
 def _is_recipe(name: str) -> bool:

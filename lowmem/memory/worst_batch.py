@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import TYPE_CHECKING, Any
@@ -13,8 +13,11 @@ from numpy.typing import NDArray
 from lowmem.batches import Cursor, make_cursor
 from lowmem.config import TrainingConfig
 from lowmem.data import TokenizedDataset
+from lowmem.errors import UserError
 
 if TYPE_CHECKING:
+    from lowmem.memory.meta import Device
+    from lowmem.memory.subject import Subject
     from lowmem.recipe import Recipe
 
 Lengths = tuple[int, ...]
@@ -69,17 +72,26 @@ def longest_eval_batch(rows: TokenizedDataset, batch_size: int) -> Lengths:
     return tuple(lengths[starts[worst] : ends[worst]].tolist())
 
 
-def data_of(recipe: Recipe) -> tuple[WorstBatches, Lengths | None]:
+def heaviest(subject: Subject, batches: Sequence[Lengths], device: Device) -> Lengths:
+    """Of several candidates, the one whose peak is highest in a few layers."""
+    if len(batches) == 1:
+        return batches[0]
+    return max(batches, key=lambda rows: subject.trace(rows, device, layers=subject.shallow).peak()[0])
+
+
+def worst_batches_of(recipe: Recipe) -> tuple[WorstBatches, Lengths | None]:
     """The worst batches of a recipe's own data, and its longest evaluation batch; rows are read and tokenised.
 
     Raises:
-        UserError: the data or the tokenizer cannot be read.
+        UserError: there are no data, or they or the tokenizer cannot be read.
     """
     from lowmem.data import tokenize
     from lowmem.data.stream import open_training_rows
     from lowmem.loading import load_tokenizer
 
     data, training = recipe.data, recipe.training
+    if data.train is None:
+        raise UserError("--data: there is no data.train to read; give a recipe that has it, or leave --data out")
     tokenizer = load_tokenizer(recipe.model)
     rows = open_training_rows(data.train, tokenizer, data, training, evaluated=data.eval is not None)
     held_out = None if data.eval is None else tokenize(data.eval, tokenizer, data, training.max_length)
