@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -105,7 +105,8 @@ def test_segments_are_switched_on_unless_the_user_decided(
 
 def test_segments_stay_off_where_the_platform_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     environment: dict[str, str] = {}
-    assert not segments.turn_on(environment, supported=False) and not environment
+    assert not segments.turn_on(environment, supported=False)
+    assert not environment
     assert not segments.will_be_used({CONF: ON}, supported=False)
     monkeypatch.setattr(sys, "platform", "win32")
     assert not segments.platform_has_them()
@@ -125,7 +126,8 @@ def test_a_trainer_switches_them_on_before_cuda_starts_or_says_it_is_too_late(mo
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda started=started: started)
         segments.prepare_allocator(run)
         assert segments.will_be_used() is not started
-        assert len(run.all_notices) == 1 and "CUDA was started before" in run.all_notices[0]
+        assert len(run.all_notices) == 1
+        assert "CUDA was started before" in run.all_notices[0]
     monkeypatch.delenv(CONF)
 
 
@@ -146,7 +148,8 @@ def test_c704_the_longest_batch_is_planned_for_not_the_average(tmp_path: Path) -
 
     with_it, bytes_with = predicted([10] * 99 + [200])
     without, bytes_without = predicted([10] * 99)
-    assert sorted(with_it) == [10, 10, 10, 200] and set(without) == {10}
+    assert sorted(with_it) == [10, 10, 10, 200]
+    assert set(without) == {10}
     assert bytes_with > bytes_without
 
 
@@ -181,13 +184,16 @@ def test_a_million_rows_take_less_than_a_second() -> None:
     assert max(map(max, found.batches)) == 1999
     # very many epochs: the longest rows, as if they came together
     many = worst_batches(rows, TrainingConfig(batch_size=16, max_length=2048, num_train_epochs=100))
-    assert many.batches == [(1999,) * 16] and "longest of 1,000,000 rows" in many.words
+    assert many.batches == [(1999,) * 16]
+    assert "longest of 1,000,000 rows" in many.words
 
 
 def test_of_a_stream_no_lengths_are_known() -> None:
     trainer = make_trainer(rows=iter(make_rows()))  # type: ignore[arg-type]
     found = worst_batches(trainer.train_dataset, trainer.training)
-    assert found.batches == [(64,) * 4] and not found.rows and "stream" in found.words
+    assert found.batches == [(64,) * 4]
+    assert not found.rows
+    assert "stream" in found.words
 
 
 def test_the_longest_evaluation_batch() -> None:
@@ -200,7 +206,8 @@ def test_the_longest_evaluation_batch() -> None:
 
 @pytest.mark.parametrize("name", [*SHAPES])
 def test_the_bound_is_above_what_architectures_need(name: str) -> None:
-    config = SHAPES[name].build().config
+    config: Any = SHAPES[name].build().config
+    config.pad_token_id = None  # with one, GPT-2 looks for it in its input
     with torch.device("meta"):
         model = type(SHAPES[name].build())(config)
     most = bound.upper_bound(model, 4 * 200, 200)
@@ -238,7 +245,7 @@ def test_a_run_that_will_not_fit_is_refused_before_weights_are_loaded(
     def make(check: guard.MemoryCheck, *strategies: Strategy) -> Trainer:
         return Trainer(str(model), make_rows(), training=training, strategies=strategies, check_memory=check)
 
-    with pytest.raises(UserError, match="no file|weights|safetensors"):
+    with pytest.raises(UserError, match=r"no file|weights|safetensors"):
         make("off")
     whole = estimate(Subject.of_config(make_llama(num_hidden_layers=6).config, ModelConfig("x"), training, []),
                      lengths=(29,) * 4, device="cpu").peak_allocated_bytes  # fmt: skip
@@ -246,33 +253,42 @@ def test_a_run_that_will_not_fit_is_refused_before_weights_are_loaded(
     with pytest.raises(UserError) as refused:
         make("refuse")
     text = str(refused.value)
-    assert "this run will not fit" in text and "--force" in text and "activations" in text
-    assert "4 rows of up to" in text and "allocator slack" not in text
+    assert "this run will not fit" in text
+    assert "--force" in text
+    assert "activations" in text
+    assert "4 rows of up to" in text
+    assert "allocator slack" not in text
     line = next(line for line in text.splitlines() if "would fit with" in line)
-    assert "gradient_checkpointing" in line and "saves" in line
+    assert "gradient_checkpointing" in line
+    assert "saves" in line
     tell(monkeypatch, 10 * whole)
-    with pytest.raises(UserError, match="no file|weights|safetensors"):  # it fits, so it goes on
+    with pytest.raises(UserError, match=r"no file|weights|safetensors"):  # it fits, so it goes on
         make("refuse")
 
 
 def test_remedies_are_exact_first_and_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = TrainingConfig(batch_size=4, max_length=128)
-    run = Subject.of_module(make_llama(num_hidden_layers=6, vocab_size=2048), numbers, [])
+    run = Subject.of_module(make_llama(vocab_size=2048), numbers, [])
     rows = (128,) * 4
     before = estimate(run, lengths=rows, device="cpu").peak_allocated_bytes
     alone = remedies(run, rows, None, device="cpu")
     names = [remedy.added[0].name for remedy in alone]
-    assert names[:2] == ["gradient_checkpointing", "chunked_cross_entropy"] and "gradient_accumulation" in names
+    assert names[:2] == ["gradient_checkpointing", "chunked_cross_entropy"]
+    assert "gradient_accumulation" in names
     assert not any(remedy.fits for remedy in alone)
     for remedy in alone[:2]:
         found = estimate(run.with_strategies(remedy.strategies), lengths=rows, device="cpu")
         assert before - remedy.saved == remedy.needed == found.peak_allocated_bytes
     least = min(remedy.needed for remedy in alone)
     last = remedies(run, rows, least - 1, device="cpu", needed=before)[-1]
-    assert len(last.added) > 1 and last.fits and " + " in last.words
+    assert len(last.added) > 1
+    assert last.fits
+    assert " + " in last.words
     hopeless = remedies(run, rows, 1000, device="cpu", needed=before)
-    assert hopeless and not hopeless[-1].fits
+    assert hopeless
+    assert not hopeless[-1].fits
     # what is there already is not offered again, and what conflicts never
+    run = replace(run, training=replace(numbers, max_grad_norm=None))
     there = remedies(run.with_strategies([GradientCheckpointing(), LoRA(), OptimizerInBackward()]), rows, None,
                      device="cpu")  # fmt: skip
     assert not {r.added[0].name for r in there} & {"gradient_checkpointing", "lora", "gradient_accumulation"}
@@ -314,7 +330,8 @@ def test_what_cannot_be_predicted_gets_one_notice_and_trains(monkeypatch: pytest
     numbers = TrainingConfig(batch_size=4, max_steps=2, max_length=64)
     for model, strategies in ((LooksAtData(), []), (make_llama(), [Compile(backend="eager")])):
         trainer = Trainer(model, make_rows(), training=numbers, strategies=strategies, check_memory="refuse")
-        assert len(trainer.run.all_notices) == 1 and "not predicted" in trainer.run.all_notices[0]
+        assert len(trainer.run.all_notices) == 1
+        assert "not predicted" in trainer.run.all_notices[0]
     assert "compile" in trainer.run.all_notices[0]
 
 
@@ -329,7 +346,9 @@ def test_a_module_in_memory_is_predicted_by_a_twin_without_data() -> None:
                         strategies=[Quantization(), LoRA()]).model  # fmt: skip
     state = next(p for p in quantised.parameters() if hasattr(p, "quant_state")).quant_state
     copied = next(p for p in subject.without_data(quantised).parameters() if hasattr(p, "quant_state")).quant_state
-    assert copied.absmax.is_meta and copied is not state and not state.absmax.is_meta
+    assert copied.absmax.is_meta
+    assert copied is not state
+    assert not state.absmax.is_meta
 
 
 def test_free_memory_heeds_the_limit_of_a_container(tmp_path: Path) -> None:
@@ -353,7 +372,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in make_rows(12)))
     (tmp_path / "x.yaml").write_text(
         "model: {name_or_path: model}\ndata: {train: rows.jsonl, eval: rows.jsonl}\n"
-        "training: {batch_size: 2, max_steps: 3, max_length: 64, output_dir: out}\n"
+        "training: {batch_size: 2, max_steps: 6, max_length: 64, output_dir: out}\n"
     )
     monkeypatch.chdir(tmp_path)
 
@@ -372,14 +391,18 @@ def test_the_command_refuses_with_exit_code_2_and_force_trains(
     tell(monkeypatch, 100_000)
     assert recipe("train", "x.yaml") == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: this run will not fit") and len(error.splitlines()) >= 4
-    assert "Traceback" not in error and not Path("out").exists()
+    assert error.startswith("error: this run will not fit")
+    assert len(error.splitlines()) >= 4
+    assert "Traceback" not in error
+    assert not Path("out").exists()
     assert recipe("train", "x.yaml", "--force") == 0
     shown = capsys.readouterr().out
-    assert "predicted not to fit" in shown and "measured" in shown
+    assert "predicted not to fit" in shown
+    assert "measured" in shown
     assert recipe("estimate", "x.yaml", "--data", "--json") == 0
     found = json.loads(capsys.readouterr().out)
-    assert max(found["lengths"]) == 29 and "12 rows" in found["batch"] and max(found["eval_lengths"]) <= 29
+    assert max(found["lengths"]) == max(found["eval_lengths"]) == max(len(row["input_ids"]) for row in make_rows(12))
+    assert "12 rows" in found["batch"]
     assert recipe("estimate", "x.yaml") == 0
     assert "batch_size rows of max_length" in capsys.readouterr().out
 
@@ -435,8 +458,11 @@ def test_a_dry_step_puts_back_what_grows_with_the_longest_row(monkeypatch: pytes
     model = Grows()
     trainer = make_trainer(model=model)
     dry_step.run_dry(trainer)
-    assert model.longest == 0 and model.table.shape == (1,) and not hasattr(model.inner, "seen")
-    assert all(p.grad is None for p in model.parameters()) and not trainer.guard.batch
+    assert model.longest == 0
+    assert model.table.shape == (1,)
+    assert not hasattr(model.inner, "seen")
+    assert all(p.grad is None for p in model.parameters())
+    assert not trainer.guard.batch
 
 
 def test_a_dry_step_of_a_stream_is_made_up_and_none_is_made_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -455,7 +481,7 @@ def test_a_dry_step_of_a_stream_is_made_up_and_none_is_made_on_a_cpu(monkeypatch
 @pytest.mark.parametrize(
     "strategies",
     [
-        lambda: [],
+        list,
         lambda: [LoRA(r=4), GradientCheckpointing(), GradientAccumulation()],
         lambda: [EMA(), MixedPrecision()],
     ],
@@ -468,11 +494,14 @@ def test_measured_stands_beside_predicted(strategies: Callable[[], list[Strategy
     result = run_training(strategies(), rows=rows, output_dir=str(tmp_path / "run"), shuffle=True,
                           observers=[MemoryLedger(), MemoryComparison(), watch]).result  # fmt: skip
     assert set(result["predicted_memory_ledger"]) == set(result["memory_ledger"])
-    assert abs(result["predicted_peak_live_bytes"] / result["peak_live_bytes"] - 1) < 0.0005
+    assert abs(result["predicted_peak_live_bytes"] / result["peak_live_bytes"] - 1) < 0.001
     written = json.loads((tmp_path / "run" / "memory.json").read_text())
-    assert written["device"] == "cpu" and abs(written["step"]["difference_percent"]) < 0.05
+    assert written["device"] == "cpu"
+    assert abs(written["step"]["difference_percent"]) < 0.1
     assert written["step"]["predicted"] == result["predicted_memory_ledger"]
-    assert len(said) == 1 and "measured" in said[0] and "predicted" in said[0]
+    assert len(said) == 1
+    assert "measured" in said[0]
+    assert "predicted" in said[0]
     record = read_run(tmp_path / "run")
     assert record.memory == written
     page = write_report(tmp_path / "run").read_text()
@@ -481,7 +510,8 @@ def test_measured_stands_beside_predicted(strategies: Callable[[], list[Strategy
 
 def test_one_step_alone_is_not_compared(tmp_path: Path) -> None:
     result = run_training(max_steps=1, observers=[MemoryLedger(), MemoryComparison()]).result
-    assert "memory_ledger" in result and "predicted_memory_ledger" not in result
+    assert "memory_ledger" in result
+    assert "predicted_memory_ledger" not in result
 
 
 # -- out of memory ----------------------------------------------------------------------------------------------------
@@ -535,13 +565,18 @@ def test_memory_that_runs_out_is_explained(where: str, phase: str) -> None:
     trainer = make_trainer([RunsOut(where)], observers=observers, eval_rows=make_rows(3))
     with pytest.raises(MemoryExhaustedError) as error:
         trainer.train()
-    assert isinstance(error.value, UserError) and isinstance(error.value, MemoryError)
+    assert isinstance(error.value, UserError)
+    assert isinstance(error.value, MemoryError)
     first, held, *rest = str(error.value).splitlines()
     assert first.startswith(f"out of memory in {phase}, step {4 if measured else 2} (")
     assert f"{len(make_rows()[4:8])} rows of up to" in first
-    assert "GPU 0" not in first and "2**60" not in first
-    assert ("measured step" in held) is measured and "weights, trainable" in held
-    assert "would help: " in rest[0] and "gradient_checkpointing saves" in rest[0] and "MiB" in rest[0]
+    assert "GPU 0" not in first
+    assert "2**60" not in first
+    assert ("measured step" in held) is measured
+    assert "weights, trainable" in held
+    assert "would help: " in rest[0]
+    assert "gradient_checkpointing saves" in rest[0]
+    assert "MiB" in rest[0]
 
 
 def test_other_errors_stay_what_they_are_and_a_retry_is_left_to_its_strategy() -> None:
@@ -560,9 +595,9 @@ def test_memory_that_runs_out_while_loading_is_explained() -> None:
     def load_model() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.")
 
-    with pytest.raises(MemoryExhaustedError, match="loading the model: CUDA out of memory\n  quantization"):
-        with explained_loading():
-            load_model()
+    told = r"loading the model: CUDA out of memory\n  quantization"
+    with pytest.raises(MemoryExhaustedError, match=told), explained_loading():
+        load_model()
     with pytest.raises(ValueError, match="plain"), explained_loading():
         raise ValueError("plain")
 
@@ -572,7 +607,7 @@ def test_the_longest_batch_fails_before_the_first_step(monkeypatch: pytest.Monke
 
     def fails(trainer: Trainer) -> Any:
         def loss(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-            if inputs["input_ids"].shape[1] == 29:
+            if inputs["input_ids"].shape[1] == 26:
                 raise torch.OutOfMemoryError("CUDA out of memory.")
             return plain(model, inputs)
 
@@ -581,7 +616,7 @@ def test_the_longest_batch_fails_before_the_first_step(monkeypatch: pytest.Monke
     steps: list[int] = []
     trainer = make_trainer(observers=[lambda event: steps.append(1) if event.kind == "step" else None])
     fails(trainer)
-    with pytest.raises(MemoryExhaustedError, match=r"out of memory in forward, step 1 \(4 rows of up to 29 tokens\)"):
+    with pytest.raises(MemoryExhaustedError, match=r"out of memory in forward, step 1 \(4 rows of up to 26 tokens\)"):
         trainer.train()
     assert not steps
 

@@ -24,8 +24,8 @@ _PHASES = {
     "summed_loss": "evaluation",
     "generate": "generation",
     "backward": "backward",
-    "_step": "the optimizer's step",
-    "_forward_backward": "forward",
+    "guarded": "the optimizer's step",  # what the loop calls, around every strategy
+    "watched": "forward",
     "load_model": "loading the model",
 }
 _SHOWN = 5
