@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from lowmem.config import TrainingConfig
 from lowmem.strategies.accumulation import GradientAccumulation
-from lowmem.strategies.adapter import Adapter
 from lowmem.strategies.adamw import AdamW
 from lowmem.strategies.adamw_8bit import AdamW8bit
+from lowmem.strategies.adapter import Adapter
 from lowmem.strategies.checkpointing import GradientCheckpointing
 from lowmem.strategies.chunked_loss import ChunkedCrossEntropy
 from lowmem.strategies.clipping import GradientClipping
