@@ -87,7 +87,7 @@ def require_wide_modules(model: nn.Module, key: str, run: Run) -> None:
         UserError: it is 16-bit, and nothing casts.
     """
     narrow = any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters())
-    if narrow and Trait.AUTOCAST not in run.traits:
+    if narrow and Trait.AUTOCAST not in run.traits and Trait.FLOAT32 in run.traits:
         raise UserError(
             f"{key}: they are trained in float32 and the model is 16-bit; add mixed_precision, or set model.dtype: "
             "float32"

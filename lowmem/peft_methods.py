@@ -48,7 +48,17 @@ MOVES_POSITIONS = ("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CARTRIDGE")
 # Keys and values that a layer takes out of a cache: there is none when it is run again.
 IN_CACHE = ("PREFIX_TUNING", "CARTRIDGE")
 
-ON_QUANTISED: dict[str, tuple[str, ...]] = {"4bit": (), "8bit": ()}
+# They keep tables in float32, which their 16-bit weights would meet.
+FLOAT32_TABLES = ("DELORA", "PVERA", "TINYLORA", "UNILORA", "VERA")
+# Trained weights that stand in the model's own path, where nothing casts.
+IN_PATH = ("ADAPTION_PROMPT", "LN_TUNING")
+# The others compute with the base's weights as they lie, which gives an error or another function (a test tries all).
+_ON_BITSANDBYTES = (
+    *("ADALORA", "ADAPTION_PROMPT", "BEFT", "BOFT", "C3A", "CARTRIDGE", "FOURIERFT", "GRALORA", "IA3", "LILY"),
+    *("LN_TUNING", "LORA", "MISS", "OFT", "PREFIX_TUNING", "PROMPT_TUNING", "PVERA", "P_TUNING", "RANDLORA", "ROAD"),
+    *("SHIRA", "TRAINABLE_TOKENS", "VBLORA", "VERA", "WAVEFT"),
+)
+ON_QUANTISED = {"4bit": _ON_BITSANDBYTES, "8bit": (*_ON_BITSANDBYTES, "LOHA", "LOKR")}
 
 
 def method_names() -> list[str]:
@@ -142,7 +152,7 @@ def require_quantised(method: str, model: nn.Module) -> None:
     kind = quantised_format(model)
     if kind and method not in ON_QUANTISED[kind]:
         raise UserError(
-            f"adapter.peft_type: {method} does not work on {kind} weights in peft; drop quantization, or take one of "
+            f"adapter.peft_type: {method} cannot be trained on {kind} weights; drop quantization, or take one of "
             f"{', '.join(ON_QUANTISED[kind])}"
         )
 

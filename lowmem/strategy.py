@@ -57,6 +57,7 @@ class Trait(StrEnum):
     TRAINABLE = "something to be trainable"
     RECOMPUTE = "every block to be recomputed in backward"
     RUN_ONCE = "no block to be run again in backward"
+    FLOAT32 = "what is trained to be float32"
     POSITIONS = "the positions of a row's tokens to reach the model"
     AUTOCAST = "operations to run under autocast"
 
@@ -68,6 +69,7 @@ PLAIN_RUN = frozenset(
         Trait.DENSE_PARAMS,
         Trait.TRAINABLE,
         Trait.RUN_ONCE,
+        Trait.FLOAT32,
         Trait.POSITIONS,
     }
 )

@@ -16,7 +16,9 @@ from lowmem.libraries import import_bitsandbytes
 from lowmem.loss import count
 from lowmem.model import adaptable, embedding_names, new_token_ids
 from lowmem.peft_methods import (
+    FLOAT32_TABLES,
     IN_CACHE,
+    IN_PATH,
     MOVES_POSITIONS,
     bring_home,
     make_config,
@@ -71,8 +73,12 @@ class Adapter(Strategy):
 
     @property
     def needs(self) -> frozenset[Trait]:
-        wanted = {Trait.GRADS_AT_STEP} if self.peft_type == "ADALORA" else set()
-        return frozenset(wanted | ({Trait.RUN_ONCE} if self.peft_type in IN_CACHE else set()))
+        wanted = {
+            Trait.GRADS_AT_STEP: ("ADALORA",),
+            Trait.RUN_ONCE: IN_CACHE,
+            Trait.FLOAT32: FLOAT32_TABLES,
+        }
+        return frozenset(trait for trait, methods in wanted.items() if self.peft_type in methods)
 
     @property
     def provides(self) -> frozenset[Trait]:
@@ -102,6 +108,8 @@ class Adapter(Strategy):
             settings["target_modules"] = adaptable(model)
         if settings.get("modules_to_save"):
             require_wide_modules(model, "adapter.config.modules_to_save", run)
+        if self.peft_type in IN_PATH:
+            require_wide_modules(model, f"adapter: the weights of {self.peft_type}", run)
         if self.peft_type == "ADALORA":
             settings.setdefault("total_step", run.config.max_steps)
         require_quantised(self.peft_type, model)
