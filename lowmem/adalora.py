@@ -23,6 +23,9 @@ class AdaLoRALoop:
         self.config: Any = self.tuner.peft_config[self.tuner.trainable_adapter_name]
         self.allocator: Any = self.tuner.rankallocator
         self.pattern: dict[str, list[bool]] | None = None
+        for name, parameter in model.named_parameters():
+            if ".ranknum." in name:  # a number, which peft's move to another device makes trainable
+                parameter.requires_grad_(False)
 
     def penalty(self) -> Tensor:
         """The mean over all factors of how far each is from orthogonal, times `orth_reg_weight`."""

@@ -14,6 +14,7 @@ from lowmem.config import LoadConfig
 from lowmem.errors import UserError
 from lowmem.libraries import import_bitsandbytes
 from lowmem.loss import count
+from lowmem.memory.meta_adapters import UNPREDICTABLE
 from lowmem.model import adaptable, embedding_names, new_token_ids
 from lowmem.peft_methods import (
     FLOAT32_TABLES,
@@ -113,6 +114,8 @@ class Adapter(Strategy):
         if self.peft_type == "ADALORA":
             settings.setdefault("total_step", run.config.max_steps)
         require_quantised(self.peft_type, model)
+        if run.device.type == "meta" and self.peft_type in UNPREDICTABLE:
+            raise UserError(f"adapter: {self.peft_type} cannot be predicted: {UNPREDICTABLE[self.peft_type]}")
         self._require_new_tokens(model)
         config = make_config(self.peft_type, settings, causal=hasattr(model, "prepare_inputs_for_generation"))
         self._model = adapted = put_on(model, config, "adapter")
