@@ -19,7 +19,8 @@ class AdaLoRALoop:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.tuner: Any = model.base_model
+        tuner: Any = model.base_model
+        self.tuner = tuner
         self.config: Any = self.tuner.peft_config[self.tuner.trainable_adapter_name]
         self.allocator: Any = self.tuner.rankallocator
         self.pattern: dict[str, list[bool]] | None = None

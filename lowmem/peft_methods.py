@@ -41,15 +41,17 @@ _REFUSED_SETTINGS: dict[str, dict[str, dict[str | None, str]]] = {
     "ADAMSS": {"use_asa": {None: "what it remembers of past steps would be lost in a checkpoint"}},
     "PVERA": {"generator_seed": {None: "its random numbers would begin anew when a run is resumed; set training.seed"}},
 }
-_SET_BY_LOWMEM = ("peft_type", "task_type", "inference_mode", "auto_mapping", "base_model_name_or_path", "revision")
-_SET_BY_LOWMEM += ("peft_version",)
+_SET_BY_LOWMEM = (
+    *("peft_type", "task_type", "inference_mode", "auto_mapping", "base_model_name_or_path", "revision"),
+    "peft_version",
+)
 # Tokens in front of the row: peft drops the positions that a packed row carries.
 MOVES_POSITIONS = ("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CARTRIDGE")
 # Keys and values that a layer takes out of a cache: there is none when it is run again.
 IN_CACHE = ("PREFIX_TUNING", "CARTRIDGE")
 
 # They keep tables in float32, which their 16-bit weights would meet.
-FLOAT32_TABLES = ("DELORA", "PVERA", "TINYLORA", "UNILORA", "VERA")
+FLOAT32_TABLES = ("DELORA", "OSF", "PVERA", "TINYLORA", "UNILORA", "VERA")
 # Trained weights that stand in the model's own path, where nothing casts.
 IN_PATH = ("ADAPTION_PROMPT", "LN_TUNING")
 # The others compute with the base's weights as they lie, which gives an error or another function (a test tries all).
@@ -59,6 +61,12 @@ _ON_BITSANDBYTES = (
     *("SHIRA", "TRAINABLE_TOKENS", "VBLORA", "VERA", "WAVEFT"),
 )
 ON_QUANTISED = {"4bit": _ON_BITSANDBYTES, "8bit": (*_ON_BITSANDBYTES, "LOHA", "LOKR")}
+
+# Whose layers can be merged one by one: all of a layer is in its own part of the file.
+MERGED_BY_LAYER = (
+    *("BOFT", "C3A", "DEFT", "FOURIERFT", "GLORA", "GRALORA", "HIRA", "HRA", "IA3", "LN_TUNING", "LOHA", "LOKR"),
+    *("LORA", "MISS", "PEANUT", "ROAD", "TRAINABLE_TOKENS", "VBLORA", "WAVEFT"),
+)
 
 
 def method_names() -> list[str]:
@@ -84,7 +92,8 @@ def config_class(method: str) -> type[Any]:
         raise UserError(f"adapter.peft_type: {method} cannot be trained here: {REFUSED[method]}")
     from peft import PEFT_TYPE_TO_CONFIG_MAPPING
 
-    return next(cls for kind, cls in PEFT_TYPE_TO_CONFIG_MAPPING.items() if kind.value == method)
+    found: type[Any] = next(cls for kind, cls in PEFT_TYPE_TO_CONFIG_MAPPING.items() if kind.value == method)
+    return found
 
 
 def require_settings(method: str, settings: Mapping[str, Any]) -> None:
@@ -136,11 +145,6 @@ def _nested(hint: Any, value: Any) -> Any:
         if isinstance(value, dict) and is_dataclass(member) and isinstance(member, type):
             return member(**value)
     return value
-
-
-def of_config(config: Any) -> str:
-    """peft's name of the method of a configuration."""
-    return str(config.peft_type.value)
 
 
 def require_quantised(method: str, model: nn.Module) -> None:

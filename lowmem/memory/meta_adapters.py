@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 UNPREDICTABLE = {
     "ADAMSS": "the shapes of its weights come from a clustering of the base's values",
     "FROD": "it decomposes the base's values on the host, and computes with sparse tensors",
+    "SHIRA": "it computes with sparse tensors, which the meta device does not have",
 }
 
 
@@ -29,7 +30,6 @@ def meta_adapters(device: Literal["cpu", "cuda"]) -> Iterator[None]:
     if "peft" not in sys.modules:  # a strategy that needs it has imported it by now
         yield
         return
-    from peft.tuners.shira.layer import ShiraLayer
     from peft.tuners.vblora.layer import Linear as VBLoRALinear
     from peft.tuners.waveft.layer import WaveFTLayer
 
@@ -37,7 +37,6 @@ def meta_adapters(device: Literal["cpu", "cuda"]) -> Iterator[None]:
         for holder, name, make in (
             (VBLoRALinear, "_get_lora_matrices", _without_looking),
             (WaveFTLayer, "get_delta_weight", _all_valid),
-            (ShiraLayer, "update_layer", _mask_on_host),
         ):
             stack.enter_context(patch.object(holder, name, make(getattr(holder, name))))
         if device == "cpu":
@@ -88,20 +87,6 @@ def _all_valid(real: Any) -> Any:
     return delta
 
 
-def _mask_on_host(real: Any) -> Any:
-    """SHiRA finds the places of its weights in a mask, which has as many entries as it has weights."""
-
-    def update(layer: Any, adapter: str, mask: Tensor | None, r: int, *args: Any, **kwargs: Any) -> None:
-        if mask is None or not mask.is_meta:
-            real(layer, adapter, mask, r, *args, **kwargs)
-            return
-        anywhere = torch.arange(mask.numel()) < r * (layer.in_features + layer.out_features)
-        real(layer, adapter, anywhere.view(mask.shape), r, *args, **kwargs)
-        layer.shira_indices[adapter] = layer.shira_indices[adapter].to("meta")
-
-    return update
-
-
 def _column_major(real: Any) -> Any:
     """LAPACK returns Vh by columns, so that a slice of its rows is copied; CUDA's library, and meta, by rows."""
 
@@ -109,6 +94,6 @@ def _column_major(real: Any) -> Any:
         u, s, vh = real(matrix, full_matrices, **kwargs)
         if matrix.is_meta:
             vh = vh.mT.contiguous().mT
-        return torch.return_types.linalg_svd((u, s, vh))
+        return torch.return_types.linalg_svd((u, s, vh))  # type: ignore[attr-defined]
 
     return svd
