@@ -21,6 +21,7 @@ from lowmem import (
     UserError,
     estimate_memory_usage,
 )
+from lowmem.memory.meta import on_meta
 from lowmem.memory.meter import tensors_by_category
 from lowmem.memory.predict import judge, record
 from lowmem.memory.rule_of_thumb import logical_size, stored_bytes
@@ -67,7 +68,8 @@ def test_four_bit_weights_are_counted_as_weights(double: bool, size: int) -> Non
     """C-1002: one linear layer of 256 x 256 in NF4, on the CPU and on the meta device."""
     for device in ("cpu", "meta"):
         plain = torch.nn.Linear(256, 256, bias=False, device=device)
-        layer = Quantization(double_quant=double)._quantised(plain, torch.device(device))
+        with on_meta("cpu"):
+            layer = Quantization(double_quant=double)._quantised(plain, torch.device(device))
         assert layer.weight.numel() == 32_768
         assert logical_size(layer.weight) == 65_536
         assert stored_bytes(layer) == pytest.approx(size, rel=0.04 if double else 0.02)  # and two code books
@@ -95,7 +97,8 @@ def test_a_mixture_says_what_stays_wide() -> None:
     for device in ("meta", "cpu"):
         rows = [{"input_ids": [1, 2, 3, 4]}]
         strategies = [Quantization(), LoRA(r=4)]
-        trainer = Trainer(mixtral(device, torch.bfloat16), rows, training=training(), strategies=strategies)
+        with on_meta("cpu"):
+            trainer = Trainer(mixtral(device, torch.bfloat16), rows, training=training(), strategies=strategies)
         wide = [p for n, p in trainer.model.named_parameters() if ".experts." in n]
         assert sum(p.numel() for p in wide) == experts
         assert {p.dtype for p in wide} == {torch.bfloat16}
@@ -213,7 +216,10 @@ def test_preparing_for_four_bits_leaves_embeddings_alone() -> None:
     embeddings = 2 * 2 * 128 * 64
     for device in ("cpu", "meta"):
         strategies = [Quantization(), LoRA(r=4)]
-        trainer = Trainer(llama(device, torch.bfloat16), [{"input_ids": [1, 2]}], None, None, training(), strategies)
+        with on_meta("cpu"):
+            trainer = Trainer(
+                llama(device, torch.bfloat16), [{"input_ids": [1, 2]}], None, None, training(), strategies
+            )
         frozen = {n: p for n, p in trainer.model.named_parameters() if not p.requires_grad}
         ends = [p for n, p in frozen.items() if "embed_tokens" in n or "lm_head" in n]
         assert {p.dtype for p in ends} == {torch.bfloat16}
