@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from lowmem.libraries import import_bitsandbytes
+from lowmem.memory.meta_adapters import meta_adapters
 from lowmem.memory.meta_autocast import lowered, meta_autocast
+from lowmem.memory.meta_experts import meta_experts
 
 Device = Literal["cpu", "cuda"]
 aten = torch.ops.aten
@@ -35,6 +37,8 @@ def on_meta(device: Device = "cuda") -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(patch.object(functional, "scaled_dot_product_attention", attend))
         stack.enter_context(meta_autocast(device))
+        stack.enter_context(meta_adapters(device))
+        stack.enter_context(meta_experts())
         stack.enter_context(_masks())
         stack.enter_context(_positions())
         # tables that bitsandbytes makes once, on the device that asks first

@@ -158,6 +158,9 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def see(self, tensor: Tensor, label: str | None = None, op: Any = "given") -> int:
         """Take note of a tensor's storage; a label names its category from now on, and in hindsight."""
+        if tensor.layout is torch.sparse_coo:
+            self.see(tensor._indices(), label, op)
+            return self.see(tensor._values(), label, op)
         storage = tensor.untyped_storage()
         address = storage._cdata
         number = self._numbers.get(address)
