@@ -12,6 +12,8 @@ into torch's own memory on the real side, where the allocator sees them, as the 
 from __future__ import annotations
 
 import gc
+import logging
+import os
 import multiprocessing
 import time
 import traceback
@@ -121,6 +123,8 @@ def predicted(case: Case) -> Trace:
 def outcome(case: Case) -> dict[str, Any]:
     """Predicted and measured bytes of a case, and how long each took."""
     found: dict[str, Any] = {"name": case.name, "case": asdict(case)}
+    logging.disable(logging.WARNING)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the profiler's chatter; errors are returned
     try:
         start = time.perf_counter()
         trace = predicted(case)

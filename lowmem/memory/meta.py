@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Literal
+from copy import deepcopy
+from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
@@ -40,6 +41,10 @@ def on_meta(device: Device = "cuda") -> Iterator[None]:
         # tables that bitsandbytes makes once, on the device that asks first
         stack.enter_context(patch.dict(import_bitsandbytes().functional.name2qmap, clear=True))
         stack.enter_context(_optimizer_kernels("fused"))
+        stack.enter_context(_copies_of_4bit_weights())
+        if device == "cpu":
+            stack.enter_context(_int8_as_on_a_cpu())
+            stack.enter_context(_random_states())
         if device == "cuda":
             stack.enter_context(_optimizer_kernels("foreach"))
             stack.enter_context(patch.object(functional, "dropout", _dropout))
@@ -172,4 +177,46 @@ def _positions() -> Iterator[None]:
         return moved
 
     with patch.object(batches, "_move", move):
+        yield
+
+
+@contextmanager
+def _copies_of_4bit_weights() -> Iterator[None]:
+    """bitsandbytes fills an empty CPU tensor when it copies a weight (peft's DoRA does), which a meta tensor refuses."""
+    weights: Any = import_bitsandbytes().nn.Params4bit
+    real = weights.__deepcopy__
+
+    def copied(self: Any, memo: Any) -> Any:
+        if not self.is_meta:
+            return real(self, memo)
+        new = Tensor._make_subclass(type(self), self.data.clone(), self.requires_grad)
+        new.__dict__.update(self.__dict__)
+        new.quant_state = deepcopy(self.quant_state)
+        return new
+
+    with patch.object(weights, "__deepcopy__", copied):
+        yield
+
+
+@contextmanager
+def _int8_as_on_a_cpu() -> Iterator[None]:
+    """bitsandbytes multiplies int8 weights on a CPU by raising them to the inputs' dtype."""
+    bnb: Any = import_bitsandbytes()
+    real = bnb.matmul
+    raised = bnb.autograd._functions.MatMul8bitFp
+
+    def matmul(A: Tensor, B: Tensor, out: Any = None, state: Any = None, threshold: float = 0.0, bias: Any = None) -> Any:
+        if A.is_meta and state is not None and state.is_training:
+            return raised.apply(A, B, out, bias, state)
+        return real(A, B, out, state, threshold, bias)
+
+    with patch.object(bnb, "matmul", matmul):
+        yield
+
+
+@contextmanager
+def _random_states() -> Iterator[None]:
+    """Checkpointing keeps the generator's state per layer; on a CPU it lies beside the activations, and counts."""
+    real = torch.get_rng_state
+    with patch.object(torch, "get_rng_state", lambda: real().clone()):  # an operation shows it to who looks at those
         yield
