@@ -49,7 +49,7 @@ def linear_cross_entropy(
     """
     device = hidden.device.type
     chunk = chunk_size or default_chunk_size(weight.shape[0], device)
-    autocast = device != "meta" and torch.is_autocast_enabled(device)
+    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if autocast else hidden.dtype
     arguments = (hidden, weight, bias, targets, loss_weights, chunk, softcap, dtype)
     if torch.is_grad_enabled():
@@ -99,7 +99,8 @@ def _forward(
         torch.zeros_like(weight, dtype=wide) if needs[1] else None,
         torch.zeros_like(bias, dtype=wide) if needs[2] and bias is not None else None,
     ]
-    device = "cpu" if hidden.is_meta else hidden.device.type
+    device = hidden.device.type
+    device = device if torch.amp.is_autocast_available(device) else "cpu"  # the meta device has none by itself
     with torch.no_grad(), torch.autocast(device, enabled=False):
         used_weight = weight.to(dtype)
         used_bias = None if bias is None else bias.to(dtype)
