@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from lowmem.cli import convert, reference, see, use
+from lowmem.cli import convert, memory, reference, see, use
 from lowmem.cli.data import data
 from lowmem.cli.doctor import doctor
 from lowmem.cli.train import train, with_resume_value
@@ -24,6 +24,7 @@ app = typer.Typer(
 app.add_typer(reference.recipes_app, name="recipes")
 for command in (
     train,
+    memory.estimate,
     data,
     use.evaluate,
     use.generate,

@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -33,23 +32,25 @@ _open: list[tuple[bool, torch.dtype]] = []
 
 
 class MetaAutocast:
-    """`torch.autocast` for device type `meta`; the casts are made by `AutocastMode`, which must be active."""
+    """`torch.autocast` for device type `meta`; the casts are made by an `AutocastMode`, active while it is open."""
 
     cache: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __init__(self, dtype: torch.dtype | None, enabled: bool, device: Device) -> None:
         self.setting = (enabled, dtype or (torch.bfloat16 if device == "cpu" else torch.float16))
-        self.device = device
+        self.mode = AutocastMode(device)
 
     def __enter__(self) -> MetaAutocast:
         """Open the context."""
         _open.append(self.setting)
+        self.mode.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Close it; the outermost one forgets the cast weights."""
+        self.mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         _open.pop()
         if not _open:
             self.cache.clear()
@@ -66,9 +67,6 @@ class AutocastMode(TorchFunctionMode):
         """Cast, then call."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if func is Tensor.backward:  # torch switches the mode off in here; what is recomputed inside must see it
-            with self:
-                return _backward(args[0], **kwargs)
         enabled, low = _open[-1] if _open else (False, torch.float32)
         name = {"__matmul__": "matmul", "__rmatmul__": "matmul", "__pow__": "pow"}.get(name, name)
         if enabled and name in _LOW:
@@ -80,20 +78,6 @@ class AutocastMode(TorchFunctionMode):
         ):
             args, kwargs = tree_map(_raised, (args, kwargs))
         return func(*args, **kwargs)
-
-
-def _backward(loss: Tensor, gradient: Tensor | None, retain_graph: Any, create_graph: bool, inputs: Any) -> None:
-    """`loss.backward()` below the level at which torch asks the mode again."""
-    gradient = torch.ones_like(loss) if gradient is None else gradient
-    _engine_run_backward(
-        (loss,),
-        (gradient,),
-        retain_graph or create_graph,
-        create_graph,
-        (),
-        allow_unreachable=True,
-        accumulate_grad=True,
-    )
 
 
 def _lowered(value: Any, dtype: torch.dtype) -> Any:
@@ -154,8 +138,7 @@ def meta_autocast(device: Device) -> Iterator[None]:
     for where, name, value in replaced:
         setattr(where, name, value)
     try:
-        with AutocastMode(device):
-            yield
+        yield
     finally:
         for where, name, value in before:
             setattr(where, name, value)

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lowmem.config import TrainingConfig
 from lowmem.memory.allocator import CachingAllocator, replay
 from lowmem.memory.meta import Device, on_meta
 from lowmem.memory.meter import tensors_by_category
-from lowmem.memory.trace import Storage, Trace
-from lowmem.strategy import Strategy
+from lowmem.memory.moments import Moment, moments, place_at
+from lowmem.memory.trace import Trace
+from lowmem.model import blocks
+from lowmem.strategy import Sample, Strategy
 
 if TYPE_CHECKING:
     from lowmem.trainer import Trainer
@@ -28,19 +29,25 @@ class Prediction:
     Attributes:
         peak_allocated_bytes: the most that is handed out at once, in the allocator's rounded sizes.
         peak_reserved_bytes: the most that the allocator takes from the card.
-        phase: when the peak comes (`forward`, `backward`, `step`), and `operation`: what reaches it.
+        phase: when the peak comes (`forward`, `backward`, `step`), `place`: in which layer, where it is in one, and
+            `operation`: what reaches it.
         ledger: category -> bytes at the peak, unrounded.
-        phases: phase -> its own peak, unrounded.
+        phases: phase -> its own peak, unrounded, and its ledger.
         holders: the largest groups of tensors at the peak: (bytes, count, what).
+        host_bytes, pinned_bytes: the most that tensors take of the host's memory (pinned ones included), and of
+            memory that the card reads directly.
     """
 
     peak_allocated_bytes: int
     peak_reserved_bytes: int
     phase: str
+    place: str | None
     operation: str
     ledger: dict[str, int]
-    phases: dict[str, int]
+    phases: dict[str, Moment]
     holders: list[tuple[int, int, str]]
+    host_bytes: int
+    pinned_bytes: int
 
 
 def record(
@@ -49,10 +56,12 @@ def record(
     strategies: Sequence[Strategy],
     device: Device,
     lengths: Sequence[int],
+    look: Callable[[Trainer], None] | None = None,
 ) -> Trace:
     """Two optimizer steps of the real trainer, loop and strategies, on rows of these lengths.
 
-    The second, because an optimizer may allocate its state at the end of the first.
+    The second, because an optimizer may allocate its state at the end of the first. Of micro-batches of one shape that
+    follow each other, the first step runs one and the second two: the others would find what the second finds.
 
     Args:
         model: without data (on the meta device), in the dtype it would be loaded in.
@@ -60,9 +69,8 @@ def record(
         strategies: new instances.
         device: what the run is to be like.
         lengths: tokens of each row of an optimizer batch; every token is a target.
+        look: is shown the trainer, built and not yet run.
     """
-    from lowmem.trainer import Trainer
-
     rows = [{"input_ids": torch.ones(length, dtype=torch.int32).numpy()} for length in lengths]
     numbers = replace(
         training,
@@ -80,20 +88,52 @@ def record(
         report_to=[],
     )
     with on_meta(device):
-        trainer = Trainer(model, rows, training=numbers, strategies=strategies)
+        trainer = _trainer(model, rows, numbers, strategies)
         trace = Trace(device)
+        trace.phase = "at rest"
         with trace:
             _follow(trace, trainer)
+            if look is not None:
+                look(trainer)
             trainer.train()
             _label(trace, trainer)
     return trace
 
 
+def _trainer(model: nn.Module, rows: Any, numbers: TrainingConfig, strategies: Sequence[Strategy]) -> Trainer:
+    from lowmem.trainer import Trainer
+
+    class Brief(Trainer):
+        """Leaves out micro-batches that would show nothing new."""
+
+        rows_per_pass = 0  # the most there were
+
+        def _forward_backward(self, micro_batches: list[list[Sample]], divisor: float | Tensor) -> Tensor:
+            self.rows_per_pass = max(self.rows_per_pass, *map(len, micro_batches))
+            kept = telling(micro_batches, most=1 if self.run.global_step == 0 else 2)
+            return super()._forward_backward(kept, divisor)
+
+    return Brief(model, rows, training=numbers, strategies=strategies)
+
+
+def telling(micro_batches: list[list[Sample]], most: int) -> list[list[Sample]]:
+    """The micro-batches without those that have as many predecessors of their shape, right before them, as `most`."""
+    kept: list[list[Sample]] = []
+    before, count = None, 0
+    for batch in micro_batches:
+        shape = (len(batch), max(len(sample["input_ids"]) for sample in batch))
+        count = count + 1 if shape == before else 1
+        before = shape
+        if count <= most:
+            kept.append(batch)
+    return kept
+
+
 def _follow(trace: Trace, trainer: Trainer) -> None:
-    """Tell the trace what lives already, what gradients are, and which phase it is."""
+    """Tell the trace what lives already, what gradients are, which phase it is, and which layer is at work."""
     _label(trace, trainer)
 
-    def gradient(parameter: torch.Tensor) -> None:
+    def gradient(parameter: Tensor) -> None:
         if parameter.grad is not None:
             trace.see(parameter.grad, "gradients")
 
@@ -101,6 +141,14 @@ def _follow(trace: Trace, trainer: Trainer) -> None:
         parameter.register_post_accumulate_grad_hook(gradient)  # type: ignore[no-untyped-call]
     trainer.forward_backward = _during(trace, "forward", trainer.forward_backward)
     trainer.step = _during(trace, "step", trainer.step)
+    for number, block in enumerate(blocks(trainer.model), 1):
+
+        def enter(*_: Any, place: str = f"layer {number}") -> None:
+            trace.place = place
+
+        for part in block.children():  # a layer that is recomputed is not called itself, its parts are
+            part.register_forward_pre_hook(enter)
+        block.register_forward_hook(lambda *_: setattr(trace, "place", None))
 
 
 def _label(trace: Trace, trainer: Trainer) -> None:
@@ -111,6 +159,7 @@ def _label(trace: Trace, trainer: Trainer) -> None:
 
 def _during(trace: Trace, phase: str, part: Callable[..., Any]) -> Callable[..., Any]:
     def within(*args: Any) -> Any:
+        trace.place = None
         with trace.during(phase):
             return part(*args)
 
@@ -130,31 +179,27 @@ def judge(trace: Trace, *, expandable: bool, capacity: int | None = None, vocabu
         OutOfCapacityError: it does not fit into `capacity`.
     """
     allocator = replay(trace.events, CachingAllocator(capacity, expandable))
-    index = trace.peak()[1]
-    born = trace.storages[trace.events[index][0]]
-    ledger: Counter[str] = Counter()
-    for storage in trace.live_at(index):
-        ledger[_category(storage, vocabulary)] += storage.size
-    phases: dict[str, int] = {}
-    live, phase = 0, born.phase
-    for number, size in trace.events:
-        live += size
-        phase = trace.storages[number].phase if size > 0 else phase
-        phases[phase] = max(phases.get(phase, 0), live)
+    phases = moments(trace, vocabulary)
+    phase, peak = max(phases.items(), key=lambda item: item[1].bytes)
     return Prediction(
         allocator.peak_allocated,
         allocator.peak_reserved,
-        born.phase,
-        born.op,
-        dict(ledger.most_common()),
+        phase,
+        place_at(trace, peak.index),
+        trace.storages[trace.events[peak.index][0]].op,
+        peak.ledger,
         phases,
-        trace.holders(index)[:15],
+        trace.holders(peak.index)[:15],
+        _highest(trace, "host", "pinned"),
+        _highest(trace, "pinned"),
     )
 
 
-def _category(storage: Storage, vocabulary: int) -> str:
-    if storage.label:
-        return storage.label
-    if vocabulary and storage.shape[-1:] == (vocabulary,):
-        return "loss"
-    return "activations" if storage.phase == "forward" else "temporaries"
+def _highest(trace: Trace, *places: str) -> int:
+    """The most bytes that lived at once in memory of these kinds."""
+    live = most = 0
+    for number, size in trace.host_events:
+        if trace.storages[number].kept_on in places:
+            live += size
+            most = max(most, live)
+    return most

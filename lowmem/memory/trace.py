@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lowmem.memory.kernels import hidden_bytes, is_matrix_product
 
@@ -29,6 +30,8 @@ class Storage:
         op: the operation that returned it first (`aten.mm.default`), and the shape it returned it in.
         phase: when it was born (`load`, `forward`, `backward`, `step`, `evaluate` ...).
         label: its category, where it is known.
+        place: the part of the model that was at work (`layer 12`), where it is known.
+        kept_on: `device`, `host` or `pinned` (host memory that the card reads directly).
     """
 
     size: int
@@ -36,6 +39,8 @@ class Storage:
     shape: tuple[int, ...]
     phase: str
     label: str | None = None
+    place: str | None = None
+    kept_on: str = "device"
 
 
 class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -47,8 +52,10 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         storages: number -> storage.
         events: (number of the storage, bytes); negative bytes: it died.
+        host_events: the same for memory of the host, where the device is a card (on a CPU there is no difference).
         times: when each event came, in seconds.
         phase: what is going on; inside a backward pass it is `backward` by itself.
+        place: which part of the model is at work, for those who know.
     """
 
     def __init__(self, device: str | None = None) -> None:
@@ -56,15 +63,20 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.device = device
         self.storages: list[Storage] = []
         self.events: list[tuple[int, int]] = []
+        self.host_events: list[tuple[int, int]] = []
         self.times: list[float] = []
         self.phase = "load"
+        self.place: str | None = None
         self._numbers: dict[int, int] = {}  # address of a live storage -> its number
         self._guards: dict[int, Any] = {}
         self._workspaces: set[str] = set()
+        self._names: dict[Any, str] = {}
+        self._sharing: set[Any] = set()
+        self._known: dict[Any, tuple[Any, Any, torch.dtype]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, and look at what it returns."""
-        result = func(*args, **(kwargs or {}))
+        result = self._recall(func, args, kwargs or {})
         inside = [self._hidden(size, func) for size in self._inside(func, args)]
         for leaf in result if isinstance(result, tuple | list) else (result,):
             if isinstance(leaf, Tensor):
@@ -75,6 +87,30 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
                         self.see(inner, op=func)
         for number in inside:
             self._record(number, -self.storages[number].size)
+        return result
+
+    def __exit__(self, *error: Any) -> None:
+        """What dies later is no part of it."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._guards.clear()
+
+    def _recall(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The operation's result; on the meta device one like the first of its kind, which is much faster."""
+        if self.device is None or func in self._sharing:
+            return func(*args, **kwargs)
+        key = likeness(func, args, kwargs)
+        if key is None:
+            return func(*args, **kwargs)
+        known = self._known.get(key)
+        if known is not None:
+            shape, stride, dtype = known
+            return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        result = func(*args, **kwargs)
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        if result.untyped_storage()._cdata in given:
+            self._sharing.add(func)  # `_unsafe_view`, whose schema does not say so
+        elif result.is_meta:
+            self._known[key] = (tuple(result.shape), result.stride(), result.dtype)
         return result
 
     def _inside(self, func: Any, args: Any) -> list[int]:
@@ -95,13 +131,18 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _hidden(self, size: int, func: Any) -> int:
         return self._born(size, f"inside {func}", (), "inside kernels")
 
-    def _born(self, size: int, op: str, shape: tuple[int, ...], label: str | None = None) -> int:
+    def _born(
+        self, size: int, op: str, shape: tuple[int, ...], label: str | None = None, kept_on: str = "device"
+    ) -> int:
         number = len(self.storages)
-        self.storages.append(Storage(size, op, shape, self._now(), label))
+        self.storages.append(Storage(size, op, shape, self._now(), label, self.place, kept_on))
         self._record(number, size)
         return number
 
     def _record(self, number: int, size: int) -> None:
+        if self.device == "cuda" and self.storages[number].kept_on != "device":
+            self.host_events.append((number, size))
+            return
         self.events.append((number, size))
         self.times.append(time.perf_counter())
 
@@ -115,7 +156,9 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         number = self._numbers.get(address)
         if number is None:
             size = storage.nbytes()
-            number = self._numbers[address] = self._born(size, str(op), tuple(tensor.shape))
+            name = self._names.get(op) or self._names.setdefault(op, str(op))
+            kept_on = "device" if tensor.device.type != "cpu" else "host"
+            number = self._numbers[address] = self._born(size, name, tuple(tensor.shape), kept_on=kept_on)
             self._guards[number] = weakref.ref(storage, lambda _, a=address, n=number, s=size: self._died(a, n, s))  # type: ignore[misc]
         if label is not None:
             self.storages[number].label = label
@@ -165,3 +208,40 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             sizes[words] += storage.size
             counts[words] += 1
         return [(size, counts[words], words) for words, size in sizes.most_common()]
+
+
+_fresh: dict[Any, bool] = {}  # operation -> whether it returns one new tensor, and changes nothing
+
+
+def likeness(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Equal for two calls on the meta device whose results are alike; None where a call is to be made anyway."""
+    fresh = _fresh.get(func)
+    if fresh is None:
+        returns = func._schema.returns
+        fresh = _fresh[func] = (
+            len(returns) == 1
+            and str(returns[0].type) == "Tensor"
+            and returns[0].alias_info is None
+            and not func._schema.is_mutable
+        )
+    if not fresh:
+        return None
+    key: list[Any] = [func]
+    for value in (*args, *kwargs.items()) if kwargs else args:
+        if type(value) is list:
+            value = tuple(value)
+        if isinstance(value, Tensor):
+            if not value.is_meta:
+                return None
+            key += (value.shape, value.stride(), value.dtype)
+        elif isinstance(value, tuple):
+            for part in value:
+                if isinstance(part, Tensor):
+                    if not part.is_meta:
+                        return None
+                    key += (part.shape, part.stride(), part.dtype)
+                else:
+                    key += (type(part), part)
+        else:
+            key += (type(value), value)
+    return tuple(key)

@@ -90,6 +90,7 @@ class LoRA(Strategy):
 
         self._check_dtype(model, run)
         config = self._new_config(model, run) if self._start is None else self._old_config(model)
+        no_data = run.device.type == "meta"  # else peft makes and draws the matrices on the host first
         base_then, base_now = config.base_model_name_or_path, getattr(model, "name_or_path", None)
         try:
             with warnings.catch_warnings():
@@ -97,7 +98,7 @@ class LoRA(Strategy):
                 warnings.simplefilter("ignore", FutureWarning)
                 warnings.filterwarnings("ignore", message="The PEFT config's `base_model_name_or_path` was renamed")
                 warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")  # `merge` takes care of it
-                adapted: nn.Module = get_peft_model(model, config)  # type: ignore[arg-type]
+                adapted: nn.Module = get_peft_model(model, config, low_cpu_mem_usage=no_data)  # type: ignore[arg-type]
         except ValueError as error:
             raise UserError(f"lora: {' '.join(str(error).split())}") from error
         if self._start is not None:
