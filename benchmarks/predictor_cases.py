@@ -40,7 +40,7 @@ class Case:
         lengths: tokens of each row of the optimizer batch.
         dtype: of the weights before any strategy.
         attention: `attn_implementation` of the model.
-        evaluate: lengths of the rows of an evaluation after the training; none without rows.
+        evaluate: lengths of the rows of an evaluation before the training, whose peak it is; none without rows.
         training: numbers beside the batch.
     """
 
@@ -83,6 +83,7 @@ _NAMED: dict[str, dict[str, dict[str, Any]]] = {
     "nf4-dora": {"quantization": {}, "lora": {"r": 8, "use_dora": True}},
     "nf4-dropout": {"quantization": {}, "lora": {"r": 8, "lora_dropout": 0.1}},
     "fp4": {"quantization": {"format": "fp4", "double_quant": False}, "lora": {"r": 8}},
+    "int8-dora": {"quantization": {"format": "int8"}, "lora": {"r": 8, "use_dora": True}},
     "int8": {"quantization": {"format": "int8"}, "lora": {"r": 8}},
     "checkpointing": {"gradient_checkpointing": {}},
     "every-2nd": {"gradient_checkpointing": {"every_n_layers": 2}},
@@ -114,7 +115,7 @@ CASES: tuple[Case, ...] = (
     _case("llama", "steps-3", lengths=UNEVEN),
     _case("llama", "accumulation", lengths=SHORT, training={"max_grad_norm": 1.0}),
     _case("llama", attention="eager"),
-    _case("llama", evaluate=(700, 700, 700)),
+    _case("llama", evaluate=(700,) * 6, lengths=(40, 40)),
     _case("llama", "dora"),
     _case("llama", "dropout"),
     # architectures
@@ -126,7 +127,7 @@ CASES: tuple[Case, ...] = (
     _case("phi3", "lora", "checkpointing"),
     _case("mixtral", "lora", "checkpointing"),
     _case("gpt2"),
-    _case("gpt2", "lora", "checkpointing", evaluate=(500, 500, 400, 30)),
+    _case("gpt2", "lora", "checkpointing", evaluate=(500, 500, 400, 30), lengths=(60, 60)),
     _case("gpt_neox", "in-backward", "checkpointing"),
     _case("opt", "8bit"),
     _case("olmo2", "ema", "lora"),
@@ -135,15 +136,15 @@ CASES: tuple[Case, ...] = (
     _case("llama", "autocast"),
     _case("llama", "autocast", "checkpointing"),
     _case("llama", "autocast", "lora", "checkpointing", "chunked"),
-    _case("llama", "fp16"),
-    _case("llama", "fp16", "lora", "ema"),
+    _case("llama", "fp16", lengths=(64, 64)),
+    _case("llama", "fp16", "lora", "ema", lengths=(64, 64)),
     _case("qwen2", "autocast", "chunked"),
     _case("qwen3", "autocast", "8bit", "checkpointing"),
     _case("gemma2", "autocast", "lora", attention="eager"),
     _case("gemma3_text", "autocast", "checkpointing"),
     _case("gpt2", "autocast"),
     _case("phi3", "autocast", "in-backward"),
-    _case("mistral", "autocast", "lora", evaluate=(600, 600, 500)),
+    _case("mistral", "autocast", "lora", evaluate=(600, 600, 500), lengths=(50, 70)),
     _case("opt", "autocast", "steps-3", lengths=UNEVEN),
     _case("gpt_neox", "autocast", "ema"),
     # NF4
@@ -162,6 +163,7 @@ CASES: tuple[Case, ...] = (
     _case("llama", "fp4", "checkpointing", **HALF),
     _case("llama", "int8", **HALF),
     _case("llama", "int8", "checkpointing", "chunked", **HALF),
+    _case("llama", "int8-dora", "checkpointing", **HALF),
     # packed
     _case("llama", "packing", lengths=SHORT),
     _case("llama", "packing", "checkpointing", "chunked", lengths=SHORT),

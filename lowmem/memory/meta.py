@@ -205,7 +205,9 @@ def _int8_as_on_a_cpu() -> Iterator[None]:
     real = bnb.matmul
     raised = bnb.autograd._functions.MatMul8bitFp
 
-    def matmul(A: Tensor, B: Tensor, out: Any = None, state: Any = None, threshold: float = 0.0, bias: Any = None) -> Any:
+    def matmul(
+        A: Tensor, B: Tensor, out: Any = None, state: Any = None, threshold: float = 0.0, bias: Any = None
+    ) -> Any:
         if A.is_meta and state is not None and state.is_training:
             return raised.apply(A, B, out, bias, state)
         return real(A, B, out, state, threshold, bias)
