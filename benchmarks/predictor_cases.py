@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-# Some 3 to 10 million weights each, with the marks of the real model: grouped heads, tied embeddings, biases, soft caps,
-# windows, experts. Windows are shorter than the rows, so that they have to be masked.
+# Some 3 to 10 million weights each, with the marks of the real model: grouped heads, tied embeddings, biases, soft
+# caps, windows, experts. Windows are shorter than the rows, so that they have to be masked.
 _SMALL = {"vocab_size": 4000, "hidden_size": 256, "num_hidden_layers": 4, "max_position_embeddings": 1024}
 _GATED = {**_SMALL, "intermediate_size": 704, "num_attention_heads": 8, "num_key_value_heads": 4}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -25,6 +25,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "granite": {**_GATED, "logits_scaling": 8.0},
 }
 
+HALF: dict[str, Any] = {"dtype": "bfloat16"}
 EVEN = (256, 256, 256, 256)
 UNEVEN = (300, 40, 170, 90, 220, 60)
 SHORT = (90, 60, 120, 70, 40, 100, 30, 80)
@@ -97,7 +98,6 @@ _NAMED: dict[str, dict[str, dict[str, Any]]] = {
     "ema": {"ema": {}},
     "compile": {"compile": {"backend": "eager"}},
 }
-HALF = {"dtype": "bfloat16"}
 CASES: tuple[Case, ...] = (
     # one strategy, or none
     _case("llama"),
@@ -125,7 +125,7 @@ CASES: tuple[Case, ...] = (
     _case("gemma2", "checkpointing", attention="eager"),
     _case("gemma3_text", "chunked", "lora"),
     _case("phi3", "lora", "checkpointing"),
-    _case("mixtral", "lora", "checkpointing"),
+    _case("mixtral", "lora", "checkpointing", **HALF),
     _case("gpt2"),
     _case("gpt2", "lora", "checkpointing", evaluate=(500, 500, 400, 30), lengths=(60, 60)),
     _case("gpt_neox", "in-backward", "checkpointing"),

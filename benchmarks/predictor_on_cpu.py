@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import multiprocessing
+import os
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -68,7 +68,9 @@ def _rows(lengths: Sequence[int]) -> list[dict[str, list[int]]]:
 def _evaluate(trainer: Trainer, lengths: Sequence[int]) -> None:
     """One batch of an evaluation, as `Trainer.evaluate` does it."""
     if lengths:
-        batch = [{"input_ids": torch.ones(n).int().numpy(), "labels": torch.ones(n).int().numpy()} for n in lengths]
+        batch: list[Any] = [
+            {name: torch.ones(length).int().numpy() for name in ("input_ids", "labels")} for length in lengths
+        ]
         with trainer.inference():
             trainer.forward_backward([batch], 1.0)
 

@@ -64,7 +64,7 @@ def _int8_product(args: Sequence[Any]) -> list[int]:
 
 
 def _promoted(args: Sequence[Any]) -> list[int]:
-    """Operands of two dtypes: a CPU first makes a copy of the narrower one (TensorIterator); a card casts on the fly."""
+    """Operands of two dtypes: a CPU copies the narrower one first (TensorIterator); a card casts on the fly."""
     first, second = args[0], args[1]
     if not isinstance(second, Tensor) or first.dtype == second.dtype:
         return []
@@ -88,10 +88,10 @@ def _flash_cpu(args: Sequence[Any]) -> list[int]:
 
 
 def _flash_cpu_backward(args: Sequence[Any]) -> list[int]:
-    """Scores and row sums of one tile per thread."""
+    """Scores of one tile per thread and their gradients, and one tile's row sums."""
     query, key = args[1], args[2]
     rows, columns = _tile(query.shape[2], key.shape[2])
-    values = torch.get_num_threads() * rows * columns
+    values = torch.get_num_threads() * rows * columns * 2
     return [values * 4, values * 2 if query.element_size() == 2 else 0, rows * 4]
 
 
@@ -108,7 +108,7 @@ def _gemm_4bit_cpu(args: Sequence[Any]) -> list[int]:
 
 
 def _update_8bit_cpu(args: Sequence[Any]) -> list[int]:
-    """bitsandbytes 0.50 (`backends/cpu/ops.py`): moments, gradient and denominator in float32, and a 16-bit weight."""
+    """bitsandbytes 0.50 (`backends/cpu/ops.py`): moments, gradient, denominator in float32, and a 16-bit weight."""
     values = args[2].numel() * 4
     return [values] * (5 if args[2].dtype == torch.float32 else 6)
 
