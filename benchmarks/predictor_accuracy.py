@@ -45,7 +45,8 @@ def published(rows_file: Path, out: Path) -> dict[str, Any]:
 def as_markdown(content: dict[str, Any]) -> str:
     """The tables of the docs."""
     cpu = content["cpu"]
-    parts = [as_table(cpu["summary"]), _runs(cpu["rows"]), _rules(cpu["rows"]), as_table(cpu["environment"])]
+    facts = {key: f"{value:.3%}" if isinstance(value, float) else value for key, value in cpu["summary"].items()}
+    parts = [as_table(facts), _runs(cpu["rows"]), _rules(cpu["rows"]), as_table(cpu["environment"])]
     return "\n\n".join(parts) + "\n"
 
 
