@@ -40,7 +40,7 @@ from lowmem.memory.meta_autocast import AutocastMode, meta_autocast
 from lowmem.memory.predict import judge, record
 from lowmem.memory.trace import Trace
 from lowmem.ops import scores
-from lowmem.ops.cross_entropy import linear_cross_entropy
+from lowmem.ops.cross_entropy import default_chunk_size, linear_cross_entropy
 from lowmem.ops.rounding import stochastic_round
 from lowmem.strategies import STRATEGIES
 
@@ -400,6 +400,15 @@ def test_operations_of_ours_give_on_meta_what_they_give_on_a_cpu(name: str, auto
     real = run("cpu")
     with on_meta("cpu"):
         assert run("meta") == real
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_chunks_are_as_long_as_on_the_real_device(device: Any) -> None:
+    hidden, weight = torch.ones(300, 8, device="meta"), torch.ones(65536, 8, device="meta")
+    with on_meta(device), Trace(device) as trace:
+        linear_cross_entropy(hidden, weight, None, torch.zeros(300, dtype=torch.int64, device="meta"))
+    chunks = [storage.shape[0] for storage in trace.storages if storage.shape[1:] == (65536,)]
+    assert max(chunks) == default_chunk_size(65536, device)
 
 
 def test_every_operation_of_ours_has_a_form_on_meta() -> None:
