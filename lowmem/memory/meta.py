@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from lowmem.libraries import import_bitsandbytes
+from lowmem.memory.host import pinned_batches
 from lowmem.memory.meta_autocast import lowered, meta_autocast
+from lowmem.run import meta_stands_for
 
 Device = Literal["cpu", "cuda"]
 aten = torch.ops.aten
@@ -37,12 +39,14 @@ def on_meta(device: Device = "cuda") -> Iterator[None]:
         stack.enter_context(meta_autocast(device))
         stack.enter_context(_masks())
         stack.enter_context(_positions())
+        stack.enter_context(meta_stands_for(device))
         # tables that bitsandbytes makes once, on the device that asks first
         stack.enter_context(patch.dict(import_bitsandbytes().functional.name2qmap, clear=True))
         stack.enter_context(_optimizer_kernels("fused"))
         if device == "cuda":
             stack.enter_context(_optimizer_kernels("foreach"))
             stack.enter_context(patch.object(functional, "dropout", _dropout))
+            stack.enter_context(pinned_batches())
         yield
 
 

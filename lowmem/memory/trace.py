@@ -31,7 +31,8 @@ class Storage:
         phase: when it was born (`load`, `forward`, `backward`, `step`, `evaluate` ...).
         label: its category, where it is known.
         place: the part of the model that was at work (`layer 12`), where it is known.
-        kept_on: `device`, `host` or `pinned` (host memory that the card reads directly).
+        kept_on: `device`; `host`; `pinned` (host memory that the card reads directly); `managed` (memory that moves
+            between the two, and of which the allocator knows nothing); `nowhere` (shapes without memory).
     """
 
     size: int
@@ -52,7 +53,8 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         storages: number -> storage.
         events: (number of the storage, bytes); negative bytes: it died.
-        host_events: the same for memory of the host, where the device is a card (on a CPU there is no difference).
+        host_events: the same for `host`, `pinned` and `managed` memory, where the device is a card (on a CPU there is
+            no difference).
         times: when each event came, in seconds.
         phase: what is going on; inside a backward pass it is `backward` by itself.
         place: which part of the model is at work, for those who know.
@@ -140,7 +142,10 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return number
 
     def _record(self, number: int, size: int) -> None:
-        if self.device == "cuda" and self.storages[number].kept_on != "device":
+        kept_on = self.storages[number].kept_on
+        if kept_on == "nowhere":
+            return
+        if self.device == "cuda" and kept_on != "device":
             self.host_events.append((number, size))
             return
         self.events.append((number, size))
@@ -157,12 +162,19 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if number is None:
             size = storage.nbytes()
             name = self._names.get(op) or self._names.setdefault(op, str(op))
-            kept_on = "device" if tensor.device.type != "cpu" else "host"
+            kept_on = _keeping[-1] if _keeping else "device" if tensor.device.type != "cpu" else "host"
+            if getattr(tensor, "is_paged", False):  # bitsandbytes' mark
+                kept_on = "managed"
             number = self._numbers[address] = self._born(size, name, tuple(tensor.shape), kept_on=kept_on)
             self._guards[number] = weakref.ref(storage, lambda _, a=address, n=number, s=size: self._died(a, n, s))  # type: ignore[misc]
         if label is not None:
             self.storages[number].label = label
         return number
+
+    def place_of(self, tensor: Tensor) -> str | None:
+        """Where a tensor's storage lies (`Storage.kept_on`); None where it was never seen."""
+        number = self._numbers.get(tensor.untyped_storage()._cdata)
+        return None if number is None else self.storages[number].kept_on
 
     def _died(self, address: int, number: int, size: int) -> None:
         self._numbers.pop(address, None)
@@ -177,6 +189,16 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield
         finally:
             self.phase = before
+
+    def label_rest(self, label: str) -> None:
+        """A category for what lives now and has none."""
+        for number in self._guards:
+            self.storages[number].label = self.storages[number].label or label
+
+    def mark(self, phase: str) -> None:
+        """What lives now is seen as the first moment of a phase, also where nothing is born in it."""
+        with self.during(phase):
+            self._born(0, f"beginning of {phase}", ())
 
     # -- looking back -------------------------------------------------------------------------------------------------
 
@@ -208,6 +230,19 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             sizes[words] += storage.size
             counts[words] += 1
         return [(size, counts[words], words) for words, size in sizes.most_common()]
+
+
+_keeping: list[str] = []
+
+
+@contextmanager
+def keeping(where: str) -> Iterator[None]:
+    """Inside, what is born lies in this kind of memory (see `Storage.kept_on`), whatever device its tensor names."""
+    _keeping.append(where)
+    try:
+        yield
+    finally:
+        _keeping.pop()
 
 
 _fresh: dict[Any, bool] = {}  # operation -> whether it returns one new tensor, and changes nothing
