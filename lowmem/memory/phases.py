@@ -120,12 +120,13 @@ def _unknown_is_no() -> Iterator[None]:
     """Inside, a question about a value that is not there is answered with no: rows are padded, nobody is finished."""
     with ExitStack() as stack:
         for name, no in (("__bool__", False), ("item", 0.0)):
-
-            def known(tensor: Tensor, real: Any = getattr(torch.Tensor, name), no: Any = no) -> Any:
-                return no if tensor.is_meta else real(tensor)
-
-            stack.enter_context(patch.object(torch.Tensor, name, known))
+            answer_of = _unless_unknown(getattr(torch.Tensor, name), no)
+            stack.enter_context(patch.object(torch.Tensor, name, answer_of))
         yield
+
+
+def _unless_unknown(real: Callable[[Tensor], Any], no: Any) -> Callable[[Tensor], Any]:
+    return lambda tensor: no if tensor.is_meta else real(tensor)
 
 
 @contextmanager
