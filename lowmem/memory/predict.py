@@ -19,6 +19,7 @@ from lowmem.memory.meter import tensors_by_category
 from lowmem.memory.moments import Moment, moments, place_at
 from lowmem.memory.phases import Around, follow
 from lowmem.memory.trace import Trace
+from lowmem.memory.work import Work
 from lowmem.model import blocks
 from lowmem.strategy import Sample, Strategy
 
@@ -65,6 +66,7 @@ def record(
     device: Device,
     lengths: Sequence[int],
     look: Callable[[Trainer], None] | None = None,
+    work: Work | None = None,
     around: Around | None = None,
 ) -> Trace:
     """Two optimizer steps of the real trainer, loop and strategies, on rows of these lengths.
@@ -80,6 +82,7 @@ def record(
         device: what the run is to be like.
         lengths: tokens of each row of an optimizer batch; every token is a target.
         look: is shown the trainer, built and not yet run.
+        work: is shown every operation, for the time it would take.
         around: what the run does beside its steps; null: nothing.
     """
     rows = [{"input_ids": torch.ones(length, dtype=torch.int32).numpy()} for length in lengths]
@@ -99,7 +102,7 @@ def record(
         report_to=[],
     )
     with on_meta(device), ExitStack() as active:
-        trace = Trace(device)
+        trace = Trace(device, work)
         if isinstance(model, nn.Module):
             trainer = _trainer(model, rows, numbers, strategies)
             active.enter_context(trace)

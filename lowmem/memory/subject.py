@@ -126,7 +126,7 @@ class Subject:
             return record(self.make_model(layers), self.training, strategies, device, lengths, look)
         load = self.load
         model = self.make_model(layers) if load is None else lambda: load(layers, self.strategies, device)
-        return record(model, self.training, strategies, device, lengths, look, self.around)
+        return record(model, self.training, strategies, device, lengths, look, around=self.around)
 
     @property
     def around(self) -> Around:
