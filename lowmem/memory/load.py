@@ -14,6 +14,7 @@ from lowmem.config import LoadConfig
 from lowmem.libraries import import_bitsandbytes
 from lowmem.memory.host import AtOnce
 from lowmem.memory.trace import Trace, keeping
+from lowmem.model import unwrapped
 from lowmem.run import device_kind
 from lowmem.weights import named_state
 
@@ -37,10 +38,12 @@ def load_without_data(make: Callable[[], Any], load: LoadConfig, place: str = "d
             None,
             config=source.config,
             state_dict=_files(source, place),
-            dtype=source.config.dtype if load.dtype == "auto" else getattr(torch, load.dtype),
+            dtype=source.dtype if load.dtype == "auto" else getattr(torch, load.dtype),
             device_map={"": META},
             **options,
         )
+    if place == "host":  # it goes to the device layer by layer, and the rest with `move_rest`
+        vars(model)["to"] = lambda *_: model
     return model
 
 
@@ -165,7 +168,8 @@ def from_host(trace: Trace) -> Iterator[None]:
 
 
 def move_rest(model: nn.Module) -> None:
-    """Send everything to the device (inside `from_host`)."""
+    """Send everything to the device that is not there yet (inside `from_host`)."""
+    vars(unwrapped(model)).pop("to", None)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(META)
     for module in model.modules():

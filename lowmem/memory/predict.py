@@ -111,6 +111,7 @@ def record(
             with from_host(trace):
                 trainer = _trainer(model(), rows, numbers, strategies)
                 move_rest(trainer.model)
+        trace.phase = "at rest"
         _label(trace, trainer)
         trace.label_rest("held by strategies")
         trace.mark("at rest")
@@ -120,6 +121,7 @@ def record(
             look(trainer)
         trainer.train()
         _label(trace, trainer)
+        trace.mark("at rest")  # between two steps; an optimizer may have made its state meanwhile
         if around is not None:
             trainer.forward_backward = plain
             follow(trace, trainer, around)
