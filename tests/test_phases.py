@@ -1,9 +1,13 @@
-"""What a run does beside its steps allocates without data what it does with data: loading, evaluating, answering, saving."""
+"""What a run does beside its steps allocates without data what it does with data."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import ctypes
+import gc
+import os
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +18,7 @@ import pytest
 import torch
 from conftest import make_llama
 from safetensors import safe_open
+from test_merge import base_model, make_run
 from torch import Tensor, nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -37,12 +42,15 @@ from lowmem.config import DataConfig, LoadConfig, ModelConfig
 from lowmem.memory.estimate import estimate
 from lowmem.memory.host import PROCESS_BYTES, pinned_size, rows_bytes
 from lowmem.memory.load import META, from_host, load_without_data, move_rest
+from lowmem.memory.merging import merge_trace
 from lowmem.memory.meta import on_meta
 from lowmem.memory.moments import Moment, moments
-from lowmem.memory.phases import Answers, Around, files_without_data, follow, largest_batch
+from lowmem.memory.phases import Answers, Around, largest_batch
 from lowmem.memory.predict import judge, record
 from lowmem.memory.subject import Subject, model_config
 from lowmem.memory.trace import Trace, keeping
+from lowmem.merge import merge
+from lowmem.recipe import load_recipe
 from lowmem.run import device_kind
 
 MIB = 2**20
@@ -89,9 +97,9 @@ def mixtral() -> Any:
 
 LOADS = {
     "as stored": (llama, "auto", lambda: [LoRA()]),
-    "raised": (llama, "auto", lambda: []),
+    "raised": (llama, "auto", list),
     "cast": (llama, "float32", lambda: [LoRA()]),
-    "tied": (lambda: llama(tied=True), "float32", lambda: []),
+    "tied": (lambda: llama(tied=True), "float32", list),
     "nf4": (llama, "auto", lambda: [Quantization(), LoRA(), AdamW8bit()]),
     "fp4 of float32": (lambda: llama().float(), "auto", lambda: [Quantization("fp4", double_quant=False), LoRA()]),
     "int8": (llama, "auto", lambda: [Quantization("int8"), LoRA()]),
@@ -138,7 +146,7 @@ def of_file(tmp_path: Path, model: Any, *strategies: Strategy, **numbers: Any) -
 
 
 def test_a_card_never_holds_the_16_bit_model_while_it_is_quantised(tmp_path: Path) -> None:
-    """The weights so far, and one in bfloat16 on its way; transformers warms the allocator up with what they will take."""
+    """The weights so far, and one in bfloat16 on its way; first, the allocator is warmed up with their size."""
     model = llama(vocab_size=64)
     trace, trainer = loaded(of_file(tmp_path, model, Quantization(), LoRA(r=1)), "cuda")
     whole = sum(p.nbytes for p in model.parameters())
@@ -225,7 +233,7 @@ def _see_quant_state(trace: Trace, parameter: Any) -> None:
 
 
 RUNS = {
-    "full": lambda: [],
+    "full": list,
     "lora": lambda: [LoRA(r=4)],
     "qlora": lambda: [Quantization(), LoRA(r=4), AdamW8bit()],
     "averages": lambda: [EMA()],
@@ -245,5 +253,202 @@ def test_evaluating_answering_and_saving_peak_where_the_real_ones_do(name: str, 
     for phase in ("evaluate", "generate"):
         # token ids and their mask are the host's tensors on a CPU; the meta device gets copies
         assert abs(predicted[phase].bytes - real[phase].bytes) <= 0.0005 * real[phase].bytes + 2048, phase
-    # on a CPU files are written from the tensors themselves
-    assert abs(predicted["save"].bytes - real["save"].bytes) <= 0.0005 * real["save"].bytes
+    # on a CPU files are written from the tensors themselves; bitsandbytes puts a weight's settings into small ones
+    assert abs(predicted["save"].bytes - real["save"].bytes) <= 0.0005 * real["save"].bytes + 2048
+
+
+@pytest.mark.parametrize("strategies", [list, lambda: [LoRA(r=4)]], ids=["full", "lora"])
+def test_saving_from_a_card_copies_what_a_file_holds_to_the_host(strategies: Any, tmp_path: Path) -> None:
+    """safetensors keeps the copies of all tensors of a file until it is written; torch.save takes one at a time."""
+    trainer = Trainer(llama(), [{"input_ids": [1] * 8}] * 2, training=training(max_steps=1), strategies=strategies())
+    trainer.train()
+    trainer.save_model(tmp_path)
+    sizes = []
+    for path in tmp_path.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            sizes.append(sum(file.get_tensor(key).nbytes for key in file.keys()))  # noqa: SIM118 - no dict
+    for around in (Around(result=True), Around(checkpoints=True)):
+        with torch.device("meta"):
+            model = llama()
+        found = judge(record(model, training(), strategies(), "cuda", LENGTHS, around=around), expandable=True)
+        assert (found.host_phase, found.host_bytes) == ("save", max(sizes))
+
+
+def test_averages_need_a_copy_of_the_weights_while_they_are_saved() -> None:
+    with torch.device("meta"):
+        model = llama()
+    trainable = sum(p.numel() for p in model.parameters()) * 4
+    for strategies, more in ([], 0), ([EMA()], 2 * trainable):
+        found = judge(
+            record(model, training(), strategies, "cuda", LENGTHS, around=Around(result=True)), expandable=True
+        )
+        if not more:
+            plain = found.phases["save"].bytes
+        assert found.phases["save"].bytes - plain == pytest.approx(more, rel=1e-3)
+
+
+def test_the_largest_batch_of_prompts_is_answered() -> None:
+    """Batches hold prompts of like lengths; the one with most tokens counts, padding included."""
+
+    def tokenizer(text: str) -> dict[str, list[int]]:
+        return {"input_ids": [1] * len(text)}
+
+    pairs = [("x" * length, "yy") for length in (3, 9, 4, 4, 20)]
+    assert largest_batch(tokenizer, pairs, batch_size=2) == Answers(1, 20, 10)
+    assert largest_batch(tokenizer, [*pairs, ("x" * 11, "y")], batch_size=2) == Answers(2, 20, 10)
+
+
+# -- the host, and memory between it and a card -----------------------------------------------------------------------
+
+
+def test_batches_are_pinned_one_ahead_in_powers_of_two() -> None:
+    with torch.device("meta"):
+        model = llama()
+    ids = 64 * 8  # one row of int64; inputs and labels
+    assert (pinned_size(ids), pinned_size(ids + 1), pinned_size(1)) == (512, 1024, 1)
+    one = judge(record(model, training(batch_size=1), [], "cuda", (64,)), expandable=True)
+    assert one.pinned_bytes == 2 * ids
+    many = judge(record(model, training(batch_size=4), [GradientAccumulation()], "cuda", (64,) * 4), expandable=True)
+    assert many.pinned_bytes == 2 * 2 * ids
+    odd = judge(record(model, training(batch_size=1), [], "cuda", (33,)), expandable=True)
+    assert odd.pinned_bytes == 2 * 512
+    assert judge(record(model, training(batch_size=1), [], "cpu", (64,)), expandable=True).pinned_bytes == 0
+
+
+def test_the_meta_device_is_taken_for_what_it_stands_for() -> None:
+    assert device_kind(META) == "cpu" == device_kind(torch.device("cpu"))
+    with on_meta("cuda"):
+        assert device_kind(META) == "cuda"
+        assert device_kind(torch.device("cpu")) == "cpu"
+    assert device_kind(META) == "cpu"
+    assert "pin_memory" not in vars(torch.Tensor)
+
+
+def test_paged_state_is_no_memory_of_the_allocator(tmp_path: Path) -> None:
+    """Tensors from 100,000 values on; a byte each per moment, 4 for embeddings. What one update touches must fit."""
+    model = llama(intermediate_size=1024, vocab_size=1024)
+    sizes = {name: p.numel() for name, p in model.named_parameters() if p.numel() >= 100_000}
+    moments_of = {name: 2 * size * (4 if "embed" in name else 1) for name, size in sizes.items()}
+    assert len(moments_of) == 3 * 3 + 2  # of three layers, embedding and head
+    found = [
+        estimate(of_file(tmp_path, model, AdamW8bit(paged=paged)), lengths=LENGTHS, device=device)
+        for paged, device in ((False, "cuda"), (True, "cuda"), (True, "cpu"))
+    ]
+    plain, paged, on_cpu = found
+    assert paged.managed_bytes == sum(moments_of.values())
+    assert paged.managed_at_once == max(moments_of.values())
+    assert plain.phases["at rest"].bytes - paged.phases["at rest"].bytes == paged.managed_bytes
+    assert paged.needed_bytes == paged.peak_reserved_bytes + paged.context_bytes + paged.managed_at_once
+    assert (plain.managed_bytes, on_cpu.managed_bytes) == (0, 0)
+    assert on_cpu.phases["at rest"].ledger["optimizer state"] > paged.managed_bytes
+
+
+def test_an_estimate_names_every_phase_in_order(tmp_path: Path) -> None:
+    subject = of_file(tmp_path, llama(), LoRA(r=4), output_dir="run", save_steps=1)
+    subject = replace(subject, data=DataConfig(eval="rows.jsonl", exact_match="prompts.jsonl"), answers=ANSWERS)
+    found = estimate(subject, lengths=LENGTHS)
+    wanted = ["load", "at rest", "forward", "backward", "step", "evaluate", "generate", "save"]
+    assert list(found.phases) == wanted
+    assert found.phases[found.phase].bytes == max(moment.bytes for moment in found.phases.values())
+    assert list(found.host_phases)[-2:] == ["save", "merge"]
+    assert found.host_bytes == max(sum(ledger.values()) for ledger in found.host_phases.values()) > PROCESS_BYTES
+    assert found.host_phases["save"]["pinned"] == found.pinned_bytes
+    assert found.left_out == []
+    unknown = estimate(replace(subject, answers=None), lengths=LENGTHS)
+    assert "generate" not in unknown.phases
+    assert "exact_match" in unknown.left_out[0]
+    alone = estimate(of_file(tmp_path, llama()), lengths=LENGTHS, device="cpu", data_bytes=5 * MIB)
+    assert list(alone.phases) == ["load", "at rest", "forward", "backward", "step"]
+    assert alone.host_bytes == PROCESS_BYTES + 5 * MIB + max(m.bytes for m in alone.phases.values())
+
+
+def test_a_long_evaluation_is_the_peak(tmp_path: Path) -> None:
+    """Logits of an evaluation with many long rows can need more than a step with short ones."""
+    subject = of_file(tmp_path, llama(vocab_size=4096), LoRA(r=4), eval_batch_size=16, max_length=256)
+    short = estimate(subject, lengths=(16, 16))
+    long = estimate(replace(subject, data=DataConfig(eval="rows.jsonl")), lengths=(16, 16))
+    assert (short.phase, long.phase) == ("backward", "evaluate")
+    assert long.peak_reserved_bytes > 4 * 16 * 256 * 4096 > short.peak_reserved_bytes
+
+
+def test_rows_in_mapped_files_are_not_in_memory(tmp_path: Path) -> None:
+    (tmp_path / "rows").write_bytes(bytes(4000))
+    held, mapped = np.zeros(1000, np.int32), np.asarray(np.memmap(tmp_path / "rows", np.int32, mode="r"))
+    columns = {"labels": held, "offsets": held[:0], "loss_weights": held[:0], "weight_offsets": held[:0]}
+    assert rows_bytes(SimpleNamespace(input_ids=held, **columns)) == 8000
+    assert rows_bytes(SimpleNamespace(input_ids=mapped, **columns)) == 4000
+
+
+# -- merging ----------------------------------------------------------------------------------------------------------
+
+
+def merge_run(folder: Path, base: Any, strategies: str, **lora: Any) -> tuple[Path, Subject]:
+    run = make_run(folder, base, strategies, "auto", target_modules=TARGETS, **lora)
+    return run, Subject.of(load_recipe(run / "recipe.yaml", check_files=False))
+
+
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+MERGES = {
+    "lora": ("{lora: {r: 4}}", {}),
+    "dora": ("{lora: {r: 4, use_dora: true}}", {"use_dora": True}),
+    "trained head": (
+        "{lora: {r: 4, modules_to_save: [lm_head]}, mixed_precision: {}}",
+        {"modules_to_save": ["lm_head"]},
+    ),
+    "nf4": ("{lora: {r: 4}, quantization: {}}", {}),
+}
+
+
+@pytest.mark.parametrize("name", MERGES)
+def test_merging_peaks_where_the_real_one_does(name: str, tmp_path: Path) -> None:
+    strategies, options = MERGES[name]
+    model = base_model(hidden_size=128, intermediate_size=512, num_hidden_layers=4).bfloat16()
+    run, subject = merge_run(tmp_path, model, strategies, **options)
+    with Measured() as trace, trace.during("merge"):
+        merge(run, tmp_path / "out", probe=False)
+    real = trace.peak()[0]
+    found = merge_trace(subject)
+    assert found is not None
+    # a quantised layer hangs in a cycle, and goes when the collector of Python comes by
+    waiting = sum(p.numel() for p in model.model.layers[0].parameters()) if name == "nf4" else 0
+    assert 0.99 * real <= found.peak()[0] <= 1.01 * real + waiting
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_merging_takes_the_memory_that_is_predicted(tmp_path: Path) -> None:
+    """The growth of the resident set: within 5 %, and up to 56 MiB of mapped files (reopened every 32 MiB) beside."""
+    clear = Path("/proc/self/clear_refs")
+    if not os.access(clear, os.W_OK):
+        pytest.skip("the peak of the resident set cannot be set back here")
+    shape = {"hidden_size": 1024, "intermediate_size": 8192, "num_hidden_layers": 2, "num_attention_heads": 8}
+    model = base_model(**shape, num_key_value_heads=8).bfloat16()
+    run, subject = merge_run(tmp_path, model, "{lora: {r: 4}}")
+    found = merge_trace(subject)
+    assert found is not None
+    predicted = found.peak()[0]
+    del model
+    gc.collect()
+    with given_back_at_once():
+        clear.write_text("5")
+        before = _resident("VmRSS")
+        merge(run, tmp_path / "out", probe=False)
+        grown = _resident("VmHWM") - before
+    assert predicted > 100 * MIB
+    assert 0.95 * predicted <= grown <= 1.05 * predicted + 56 * MIB
+
+
+@contextlib.contextmanager
+def given_back_at_once() -> Iterator[None]:
+    """Inside, glibc's malloc keeps no freed block of a MiB or more; it would keep those of up to 32 MiB."""
+    libc, threshold = ctypes.CDLL(None), -3  # M_MMAP_THRESHOLD
+    libc.malloc_trim(0)
+    libc.mallopt(threshold, MIB)
+    try:
+        yield
+    finally:
+        libc.mallopt(threshold, 32 * MIB)
+
+
+def _resident(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(name)).split()[1])

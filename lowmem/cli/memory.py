@@ -63,8 +63,8 @@ def _show(found: Estimate) -> None:
     else:
         print(f"  {gib(found.peak_allocated_bytes)} of tensors at most")
     print(f"  peak in {found.phase}{place}, at {found.operation}")
-    parts = ", ".join(f"{gib(size)} {category}" for category, size in found.host_ledger.items())
-    print(f"  host: {gib(found.host_bytes)} in {found.host_phase or 'every phase'} ({parts})")
+    parts = ", ".join(f"{gib(size)} {category}" for category, size in found.host_phases[found.host_phase].items())
+    print(f"  host: {gib(found.host_bytes)} in {found.host_phase} ({parts})")
     if found.managed_bytes:
         print(
             f"  paged optimizer state: {gib(found.managed_bytes)}, on the card where there is room, else on the host; "

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from lowmem.errors import UserError
 from lowmem.memory.allocator import CachingAllocator, replay
-from lowmem.memory.host import host_ledger
+from lowmem.memory.host import host_ledgers
+from lowmem.memory.merging import merge_trace
 from lowmem.memory.meta import Device
 from lowmem.memory.moments import Moment
 from lowmem.memory.predict import judge
@@ -44,8 +45,9 @@ class Estimate:
         ledger: category -> bytes at the peak; with `allocator slack` they add up to `peak_reserved_bytes`.
         phases: phase -> its peak, by category.
         holders: the largest groups of tensors at the peak: (bytes, count, what).
-        host_bytes, host_phase, host_ledger: what the process needs of the host's memory at its most, when that is, and
-            for what (category -> bytes); pinned memory is part of it.
+        host_bytes, host_phase: what the process needs of the host's memory at its most, and when; pinned memory is part
+            of it.
+        host_phases: the same by phase and category (`merge` is a command, and process, of its own).
         pinned_bytes: host memory that the card reads directly, in the blocks of torch's allocator for it.
         managed_bytes: memory of paged optimizer state. The allocator of the card knows nothing of it; it lies on the
             card while there is room, and moves to the host page by page.
@@ -70,7 +72,7 @@ class Estimate:
     holders: list[tuple[int, int, str]]
     host_bytes: int
     host_phase: str
-    host_ledger: dict[str, int]
+    host_phases: dict[str, dict[str, int]]
     pinned_bytes: int
     managed_bytes: int
     managed_at_once: int
@@ -134,7 +136,8 @@ def estimate(
     if trace is not None:
         vars(trace).update(vars(full))
     found = judge(full, expandable=expandable_segments, vocabulary=subject.vocabulary)
-    host_phase, on_host = host_ledger(full, device, data_bytes)
+    on_host = host_ledgers(full, device, data_bytes, merge_trace(subject))
+    host_phase = max(on_host, key=lambda phase: sum(on_host[phase].values()))
     band = [found.peak_reserved_bytes]
     if device == "cuda":
         band += [
@@ -157,7 +160,7 @@ def estimate(
         {**found.ledger, "allocator slack": slack},
         found.phases,
         found.holders,
-        sum(on_host.values()),
+        sum(on_host[host_phase].values()),
         host_phase,
         on_host,
         found.pinned_bytes,

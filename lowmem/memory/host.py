@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lowmem.memory.moments import moments
 from lowmem.memory.trace import Trace, keeping
 
 MIB = 2**20
@@ -91,30 +92,47 @@ def managed_bytes(trace: Trace) -> tuple[int, int]:
     return highest(trace, "managed")[1], sum(sizes[-2:])
 
 
-def host_ledger(trace: Trace, device: str, data_bytes: int) -> tuple[str, dict[str, int]]:
-    """When the host's memory is used most, and for what: category -> bytes; on a CPU all tensors are part of it.
+def host_ledgers(trace: Trace, device: str, data_bytes: int, merging: Trace | None = None) -> dict[str, dict[str, int]]:
+    """What a process needs of the host's memory, and for what: phase -> category -> bytes.
 
-    Files of weights that are mapped while they are read are none of it: their pages can be dropped at any time.
+    On a CPU all tensors are part of it. Files of weights that are mapped while they are read are none of it: their
+    pages can be dropped at any time.
+
+    Args:
+        trace: of a run.
+        device: `cuda` or `cpu`.
+        data_bytes: tokenised rows in memory.
+        merging: of a merge, which is a process of its own (`merging.merge_trace`).
     """
-    ledger = {"process": PROCESS_BYTES, "data": data_bytes}
+    base = {"process": PROCESS_BYTES}
     if device == "cuda":
-        phase, tensors = highest(trace, "host")
-        ledger |= {"CUDA's libraries": CUDA_LIBRARIES_BYTES, "pinned": pinned_bytes(trace), "tensors": tensors}
+        base["CUDA's libraries"] = CUDA_LIBRARIES_BYTES
+    beside = {**base, "data": data_bytes, "pinned": pinned_bytes(trace)}
+    if device == "cuda":
+        peaks = _peaks(trace, "host") or {"at rest": 0}
     else:
-        most, index = trace.peak()
-        phase, ledger["tensors"] = trace.storages[trace.events[index][0]].phase, most
-    return phase, {category: size for category, size in ledger.items() if size}
+        peaks = {phase: moment.bytes for phase, moment in moments(trace).items()}
+    found = {phase: {**beside, "tensors": size} for phase, size in peaks.items()}
+    if merging is not None:
+        found["merge"] = {**base, "tensors": merging.peak()[0]}
+    return {phase: {name: size for name, size in ledger.items() if size} for phase, ledger in found.items()}
 
 
 def highest(trace: Trace, *places: str) -> tuple[str, int]:
     """The phase in which most bytes lived at once in memory of these kinds, and the bytes."""
-    phase, most, live = "", 0, 0
+    return max(_peaks(trace, *places).items(), key=lambda item: item[1], default=("", 0))
+
+
+def _peaks(trace: Trace, *places: str) -> dict[str, int]:
+    """Phase -> the most bytes in memory of these kinds, for the phases in which some was taken."""
+    live, most = 0, dict[str, int]()
     for number, size in trace.host_events:
-        if trace.storages[number].kept_on in places:
+        storage = trace.storages[number]
+        if storage.kept_on in places:
             live += size
-            if live > most:
-                phase, most = trace.storages[number].phase, live
-    return phase, most
+            if size > 0:
+                most[storage.phase] = max(most.get(storage.phase, 0), live)
+    return most
 
 
 def rows_bytes(dataset: Any) -> int:

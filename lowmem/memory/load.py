@@ -37,7 +37,7 @@ def load_without_data(make: Callable[[], Any], load: LoadConfig, place: str = "d
         model: nn.Module = type(source).from_pretrained(
             None,
             config=source.config,
-            state_dict=_files(source, place),
+            state_dict=files_of(source, place),
             dtype=source.dtype if load.dtype == "auto" else getattr(torch, load.dtype),
             device_map={"": META},
             **options,
@@ -47,7 +47,7 @@ def load_without_data(make: Callable[[], Any], load: LoadConfig, place: str = "d
     return model
 
 
-def _files(source: Any, place: str) -> dict[str, OnDisk]:
+def files_of(source: Any, place: str = "device") -> dict[str, OnDisk]:
     """The tensors that `save_pretrained` would write (experts one by one, tied weights once)."""
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -58,7 +58,7 @@ def _files(source: Any, place: str) -> dict[str, OnDisk]:
 class OnDisk:
     """A tensor in a mapped file, as `safetensors` gives it out; on its way to the device it becomes one."""
 
-    def __init__(self, shape: Any, dtype: torch.dtype, place: str) -> None:
+    def __init__(self, shape: Any, dtype: torch.dtype, place: str = "device") -> None:
         self.shape, self.dtype, self.place = shape, dtype, place
 
     def __getitem__(self, index: Any) -> OnDisk:

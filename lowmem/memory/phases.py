@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lowmem import checkpoint, weights
 from lowmem.answers import Prompt, continued, longest_answer, prompt_ids
+from lowmem.memory.load import OnDisk
 from lowmem.memory.trace import Trace, keeping
 from lowmem.run import device_kind
 
@@ -66,7 +67,8 @@ def follow(trace: Trace, trainer: Trainer, around: Around) -> None:
         with trace.during("generate"), trainer.inference() as model:
             answer(model, around.answers)
     if around.checkpoints or around.result:
-        with trace.during("save"), tempfile.TemporaryDirectory() as folder, files_without_data(), _unknown_is_no():
+        trace.mark("save")
+        with trace.during("save"), tempfile.TemporaryDirectory() as folder, files_without_data(), unknown_is_no():
             if around.checkpoints:
                 trainer.save_checkpoint(Path(folder, "checkpoint-000002"))
             if around.result:
@@ -87,7 +89,7 @@ def largest_batch(tokenizer: Any, pairs: Sequence[tuple[Prompt, str]], batch_siz
 def answer(model: nn.Module, answers: Answers) -> None:
     """The first two tokens of the answers by `generate`, and then the last one, with a cache that is full."""
     rows = [[1] * length for length in (answers.prompt_length, *[answers.prompt_length - 1] * (answers.rows - 1))]
-    with _unknown_is_no(), _two_tokens(), torch.no_grad():
+    with unknown_is_no(), _two_tokens(), torch.no_grad():
         continued(model, SimpleNamespace(eos_token_id=0), rows, min(2, answers.new_tokens))
         if answers.new_tokens > 2:
             _last_token(model, answers)
@@ -116,7 +118,7 @@ def _last_token(model: Any, answers: Answers) -> None:
 
 
 @contextmanager
-def _unknown_is_no() -> Iterator[None]:
+def unknown_is_no() -> Iterator[None]:
     """Inside, a question about a value that is not there is answered with no: rows are padded, nobody is finished."""
     with ExitStack() as stack:
         for name, no in (("__bool__", False), ("item", 0.0)):
@@ -147,10 +149,22 @@ def _two_tokens() -> Iterator[None]:
 
 
 @contextmanager
-def files_without_data() -> Iterator[None]:
-    """Inside, weights and states are copied to the host as they are for a file; the file stays empty."""
+def files_without_data() -> Iterator[dict[Path, dict[str, OnDisk]]]:
+    """Inside, weights and states are copied to the host as they are for a file; the file stays empty.
+
+    Gives a dictionary that is filled with what the safetensors files would hold.
+    """
     import transformers.modeling_utils
     from peft import peft_model
+
+    written: dict[Path, dict[str, OnDisk]] = {}
+
+    def safetensors(tensors: Mapping[str, Tensor], path: str | Path, metadata: Any = None) -> None:
+        """safetensors 0.8: the copies of all tensors of a file live together, then they are written."""
+        copies = [_on_host(tensor) for tensor in tensors.values()]
+        Path(path).touch()
+        written[Path(path)] = {name: OnDisk(t.shape, t.dtype) for name, t in tensors.items()}
+        del copies
 
     with ExitStack() as stack:
         for module, name in (
@@ -158,17 +172,10 @@ def files_without_data() -> Iterator[None]:
             (peft_model, "safe_save_file"),
             (transformers.modeling_utils, "safe_save_file"),
         ):
-            stack.enter_context(patch.object(module, name, _safetensors))
+            stack.enter_context(patch.object(module, name, safetensors))
         stack.enter_context(patch.object(peft_model, "id_tensor_storage", lambda t: t.untyped_storage()._cdata))
         stack.enter_context(patch.object(checkpoint, "_save", _state))
-        yield
-
-
-def _safetensors(tensors: Mapping[str, Tensor], path: str | Path, metadata: Any = None) -> None:
-    """safetensors 0.8: the copies of all tensors of a file live together, then they are written."""
-    copies = [_on_host(tensor) for tensor in tensors.values()]
-    Path(path).touch()
-    del copies
+        yield written
 
 
 def _state(value: Any, path: Path) -> None:

@@ -42,6 +42,7 @@ class Subject:
         vocabulary: width of the logits.
         training: the numbers of the run.
         strategies: copied before they are used.
+        source: what the recipe says of the model; null where it is given in memory.
         load: a new model as it comes from its files (layers, strategies, device); null where it is given in memory.
         data: what is evaluated and answered beside training; null: nothing.
         answers: the prompts that are answered, where they are known.
@@ -54,6 +55,7 @@ class Subject:
     vocabulary: int
     training: TrainingConfig
     strategies: Sequence[Strategy]
+    source: ModelConfig | None = None
     load: Callable[[int | None, Sequence[Strategy], Device], nn.Module] | None = None
     data: DataConfig | None = None
     answers: Answers | None = None
@@ -97,6 +99,7 @@ class Subject:
             rows,
             training,
             strategies,
+            model,
             load,
         )
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils import _device
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -169,10 +170,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if number is None:
             size = storage.nbytes()
             name = self._names.get(op) or self._names.setdefault(op, str(op))
-            kept_on = _keeping[-1] if _keeping else "device" if tensor.device.type != "cpu" else "host"
-            if getattr(tensor, "is_paged", False):  # bitsandbytes' mark
-                kept_on = "managed"
-            number = self._numbers[address] = self._born(size, name, tuple(tensor.shape), kept_on=kept_on)
+            number = self._numbers[address] = self._born(size, name, tuple(tensor.shape), kept_on=_place(tensor))
             self._guards[number] = weakref.ref(storage, lambda _, a=address, n=number, s=size: self._died(a, n, s))  # type: ignore[misc]
         if label is not None:
             self.storages[number].label = label
@@ -240,6 +238,15 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 _keeping: list[str] = []
+
+
+def _place(tensor: Tensor) -> str:
+    """Where a new tensor lies; inside `with torch.device("meta")` modules are made that get their weights later."""
+    if getattr(tensor, "is_paged", False):  # bitsandbytes' mark
+        return "managed"
+    if tensor.is_meta and getattr(_device.CURRENT_DEVICE, "type", None) == "meta":
+        return "nowhere"
+    return _keeping[-1] if _keeping else "device" if tensor.device.type != "cpu" else "host"
 
 
 @contextmanager
