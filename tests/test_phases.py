@@ -411,7 +411,7 @@ def test_merging_peaks_where_the_real_one_does(name: str, tmp_path: Path) -> Non
     assert found is not None
     # a quantised layer hangs in a cycle, and goes when the collector of Python comes by
     waiting = sum(p.numel() for p in model.model.layers[0].parameters()) if name == "nf4" else 0
-    assert 0.99 * real <= found.peak()[0] <= 1.01 * real + waiting
+    assert 0.985 * real <= found.peak()[0] <= 1.015 * real + waiting
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

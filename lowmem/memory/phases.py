@@ -100,11 +100,14 @@ def _last_token(model: Any, answers: Answers) -> None:
     device = next(model.parameters()).device
     one = torch.ones(answers.rows, 1, dtype=torch.int64, device=device)
     first = model(input_ids=one, use_cache=True)
-    name = "cache" if "cache" in first else "past_key_values"  # before transformers 5.2x
-    cache = first[name]
+    name = "cache" if "cache" in first else "past_key_values"  # as transformers called it before
+    cache = first.get(name)
+    scores = first.logits[:, -1].to(copy=True, dtype=torch.float32)  # of the token before, still there in `generate`
     del first
     length = answers.prompt_length + answers.new_tokens - 2
-    for layer in cache.layers:
+    for layer in getattr(cache, "layers", ()):
+        if getattr(layer, "keys", None) is None:  # a state whose size does not depend on the length
+            continue
         room = getattr(layer, "sliding_window", None)
         kept = min(length, room - 1) if room else length
         for part in ("keys", "values"):
@@ -114,7 +117,8 @@ def _last_token(model: Any, answers: Answers) -> None:
             layer.cumulative_length = length
     mask = torch.ones(answers.rows, length + 1, dtype=torch.int64, device=device)
     output = model(input_ids=one, attention_mask=mask, use_cache=True, logits_to_keep=1, **{name: cache})
-    output.logits[:, -1].to(copy=True, dtype=torch.float32).argmax(-1)
+    scores = output.logits[:, -1].to(copy=True, dtype=torch.float32)
+    scores.argmax(-1)
 
 
 @contextmanager
