@@ -16,7 +16,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from published_model import LAYERS, Row, UnbuiltError, base_model, make_optimizer, with_adapter
+from published_model import LAYERS, SHAPE, Row, UnbuiltError, base_model, make_optimizer, with_adapter
 from torch import Tensor, nn
 
 from lowmem.memory.allocator import CachingAllocator
@@ -37,7 +37,7 @@ class NotDerivableError(Exception):
     """The sizes at another length cannot be derived: it takes another path. Record it anew."""
 
 
-class LoopTrace(Trace):
+class LoopTrace(Trace):  # type: ignore[no-untyped-call]
     """Records what is on the card, and answers what the code asks of data that is not there.
 
     Checks for broken values find none, and masks keep every entry. What would change the course in a way that nobody
@@ -92,6 +92,7 @@ class Recording:
         starts: the event, and the storage, with which the first step begins, the second one, ..., and the end.
         loaded: bytes of the base model, which is loaded first.
         trainable: parameters that are trained.
+        virtual: tokens in the key-value cache that are not in the rows.
     """
 
     events: list[tuple[int, int]]
@@ -100,6 +101,7 @@ class Recording:
     starts: list[tuple[int, int]]
     loaded: int
     trainable: int
+    virtual: int
 
 
 def steps(longest: int) -> tuple[int, ...]:
@@ -148,7 +150,9 @@ def _record(row: Row, lengths: Sequence[int], layers: int, evaluated: int, on_ho
         trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
         storages = [(found.op, found.shape, found.size) for found in trace.storages]
         loaded = sum(storages[number][2] for number in base)
-        recording = Recording(list(trace.events), storages, tuple(lengths), starts, loaded, trainable)
+        cache = getattr(outputs, "past_key_values", None)
+        virtual = 0 if cache is None else int(cache.get_seq_length()) - lengths[-1]
+        recording = Recording(list(trace.events), storages, tuple(lengths), starts, loaded, trainable, virtual)
         del outputs  # only now: what it holds dies after the record
     return recording
 
@@ -182,7 +186,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, row: Row, length: 
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     if row["peft_config"].get("peft_type") == "ADALORA":  # as their loop asks
-        model.base_model.update_and_allocate(number)
+        model.base_model.update_and_allocate(number)  # type: ignore[union-attr,operator]
     return outputs
 
 
@@ -260,3 +264,29 @@ def peak_reserved(recording: Recording, sizes: Sequence[int] | None = None) -> t
         elif number in live:
             allocator.free(live.pop(number))
     return allocator.peak_reserved - start, allocator.peak_allocated
+
+
+def generation_bound(recording: Recording) -> int:
+    """Bytes reserved if every answer of an evaluation took all tokens that it may.
+
+    Their evaluation generates up to 300 tokens for 50 rows at a time. Each token makes every layer's keys and values
+    anew, a little larger: what was freed before is too small for them. Training is above this, unless many virtual
+    tokens come on top. A bound, and no prediction: how long the answers were is not known.
+    """
+    allocator = CachingAllocator()
+    allocator.allocate(recording.loaded)
+    per_token = 50 * SHAPE["num_key_value_heads"] * SHAPE["head_dim"] * 2
+    groups = SHAPE["num_attention_heads"] // SHAPE["num_key_value_heads"]
+    for prompt in (150, 230, 190):
+        cached = [allocator.allocate(per_token * (prompt + recording.virtual)) for _ in range(2 * LAYERS)]
+        for length in range(prompt + recording.virtual, prompt + recording.virtual + 300):
+            for place, old in enumerate(cached):
+                cached[place] = allocator.allocate(per_token * (length + 1))
+                allocator.free(old)
+                if place % 2:  # keys and values once for each query head, as a mask rules grouped heads out
+                    repeated = [allocator.allocate(groups * per_token * (length + 1)) for _ in range(2)]
+                    for block in repeated:
+                        allocator.free(block)
+        for block in cached:
+            allocator.free(block)
+    return allocator.peak_reserved

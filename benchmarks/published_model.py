@@ -15,7 +15,7 @@ from torch import nn
 Row = dict[str, Any]
 
 LAYERS = 28  # of Llama-3.2-3B, the base model of all rows
-_SHAPE: dict[str, Any] = {
+SHAPE: dict[str, Any] = {
     "hidden_size": 3072,
     "intermediate_size": 8192,
     "num_attention_heads": 24,
@@ -50,7 +50,7 @@ def base_model(row: Row, layers: int = LAYERS) -> nn.Module:
     dtype = _DTYPES.get(row["dtype"])
     if dtype is None:
         raise UnbuiltError(f"base weights in {row['dtype']} are not replayed; known are {', '.join(_DTYPES)}")
-    config = LlamaConfig(num_hidden_layers=layers, **_SHAPE)
+    config = LlamaConfig(num_hidden_layers=layers, **SHAPE)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
     assert isinstance(model, nn.Module)
@@ -110,7 +110,7 @@ def adapter_config(row: Row, layers: int = LAYERS) -> Any:
     if isinstance(given.get("layers_to_transform"), list):
         given["layers_to_transform"] = [number for number in given["layers_to_transform"] if number < layers] or [0]
     given.setdefault("task_type", "CAUSAL_LM")
-    absent = {name: type(field.default)(0) for name, field in fields.items() if _drops(field) and name not in given}
+    absent = {name: _nothing(field.default) for name, field in fields.items() if name not in given and _drops(field)}
     reason: Exception | None = None
     for left_out in (absent, {}):  # where 0 is no value, the field was left out for another reason
         try:
@@ -143,11 +143,16 @@ def _drops(field: dataclasses.Field[Any]) -> bool:
     return isinstance(field.default, bool | int | float) and bool(field.default)
 
 
+def _nothing(default: Any) -> Any:
+    return type(default)(0)
+
+
 def _onto_the_device(model: nn.Module) -> None:
     """Parameters that peft left on the host go where the base model is, as every trained tensor does on a card."""
     for parameter in list(model.parameters()):
         if not parameter.is_meta:
-            torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad))
+            there = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+            torch.utils.swap_tensors(parameter, there)  # type: ignore[no-untyped-call]
 
 
 def _line(error: Exception | None) -> str:
