@@ -136,10 +136,10 @@ def judge(results: Sequence[Result], lengths: Sequence[int]) -> dict[str, Any]:
         if abs(result.error) > WITHIN:
             low, high = (result.error_at(length) for length in _around(result.length, lengths))
             result.notes.append(f"{low:+.1f} to {high:+.1f} % at the lengths next to it")
-            if result.error < 0 and (result.generation_bound or 0) >= result.measured:
+            if result.error < 0 and (bound := result.generation_bound or 0) >= result.measured:
                 result.notes.append(
-                    f"the peak may be in what is not replayed, generation during their evaluation: with {result.virtual} "
-                    f"virtual tokens in its cache it may reserve up to {(result.generation_bound or 0) / 2**30:.1f} GiB"
+                    "the peak may be in what is not replayed, generation during their evaluation: with "
+                    f"{result.virtual} virtual tokens in its cache it may reserve up to {bound / 2**30:.1f} GiB"
                 )
     left_out, with_all = ([abs(e) for e in errors if e is not None] for errors in _errors(built))
     return {
