@@ -31,6 +31,7 @@ from typing import Any
 
 from environment import HERE, RESULTS, as_table, environment, table
 from published_loop import (
+    LONGEST,
     RECORDED,
     NotDerivableError,
     Recording,
@@ -96,7 +97,7 @@ def predict_row(row: Row, lengths: Sequence[int]) -> Result:
             raise UnbuiltError(f"the row lacks {', '.join(missing)}")
         recording = record_loop(row, steps(RECORDED))
         result.trainable = recording.trainable
-        resizer = Resizer(row)
+        resizer = _resizer(row, lengths)
         for length in lengths:
             result.reserved[length] = _reserved(row, recording, resizer, length)
         if recording.virtual:
@@ -111,10 +112,19 @@ def predict_row(row: Row, lengths: Sequence[int]) -> Result:
     return result
 
 
-def _reserved(row: Row, recording: Recording, resizer: Resizer, length: int) -> int:
+def _resizer(row: Row, lengths: Sequence[int]) -> Resizer | None:
     try:
-        return peak_reserved(recording, resizer.sizes(recording, steps(length)))[0]
-    except (NotDerivableError, UnbuiltError):
+        return Resizer(row, RECORDED, lengths)
+    except UnbuiltError:  # a method that needs more than two layers
+        return None
+
+
+def _reserved(row: Row, recording: Recording, resizer: Resizer | None, length: int) -> int:
+    if resizer is None:
+        return peak_reserved(record_loop(row, steps(length)))[0]
+    try:
+        return peak_reserved(recording, resizer.sizes(recording, LONGEST, length))[0]
+    except NotDerivableError:
         return peak_reserved(record_loop(row, steps(length)))[0]
 
 

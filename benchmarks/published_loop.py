@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
@@ -102,6 +103,11 @@ class Recording:
     loaded: int
     trainable: int
     virtual: int
+
+    def steps(self) -> list[list[Key]]:
+        """The storages that were born in each step."""
+        firsts = [storage for _, storage in self.starts]
+        return [self.storages[a:b] for a, b in pairwise(firsts)]
 
 
 def steps(longest: int) -> tuple[int, ...]:
@@ -194,48 +200,50 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, row: Row, length: 
 
 
 class Resizer:
-    """Derives the bytes at other lengths from two-layer traces, in which every tensor of a layer occurs, too."""
+    """Derives the bytes at other lengths from two layers, in which every tensor of a layer occurs, too.
 
-    def __init__(self, row: Row) -> None:
-        self.row = row
-        self._recordings: dict[int, Recording] = {}
+    Args:
+        row: what is recorded.
+        old: length of the step whose bytes are wanted at other lengths; never the first step's, in which the optimizer
+            makes its state.
+        lengths: the other lengths.
+    """
 
-    def sizes(self, recording: Recording, lengths: Sequence[int]) -> list[int]:
-        """Bytes of each storage of a recording, had its steps had these lengths.
+    def __init__(self, row: Row, old: int, lengths: Sequence[int]) -> None:
+        self._two_layers = record_loop(row, (old, old, *lengths), layers=2, evaluated=0)
+        before, *after = self._two_layers.steps()[1:]
+        self._changes = {new: _changes(before, step) for new, step in zip(lengths, after, strict=True)}
+
+    def sizes(self, recording: Recording, place: int, new: int) -> list[int]:
+        """Bytes of each storage of a recording, had the step at that place had another length.
 
         Raises:
-            NotDerivableError: the code takes another path at one of them.
+            NotDerivableError: the code takes another path there.
         """
+        changed = self._changes[new]
+        if changed is None:
+            raise NotDerivableError(f"the step at {new} tokens differs in its operations")
+        others = (step for number, step in enumerate(recording.steps()) if number != place)
+        elsewhere = {key for step in others for key in step}
         sizes = [size for _, _, size in recording.storages]
-        spans = [range(a, b) for (_, a), (_, b) in zip(recording.starts, recording.starts[1:], strict=False)]
-        lengths_of: dict[Key, set[int]] = {}
-        for old, span in zip(recording.lengths, spans, strict=True):
-            for number in span:
-                lengths_of.setdefault(recording.storages[number], set()).add(old)
-        for old, new, span in zip(recording.lengths, lengths, spans, strict=True):
-            changed = self._changes(old, new) if old != new else {}
-            for number in span if changed else ():
-                key = recording.storages[number]
-                if key in changed:
-                    sizes[number] = changed[key]
-                elif len(lengths_of[key]) < 2:  # one that is the same at two lengths stays so
-                    raise NotDerivableError(f"{key} does not occur in two layers")
+        first = recording.starts[place][1]
+        for number, key in enumerate(recording.steps()[place], first):
+            if key in changed:
+                sizes[number] = changed[key]
+            elif key not in elsewhere:  # one that is the same at two lengths stays so
+                raise NotDerivableError(f"{key} does not occur in two layers")
         return sizes
 
-    def _changes(self, old: int, new: int) -> dict[Key, int]:
-        before, after = self._two_layers(old).storages, self._two_layers(new).storages
-        if [op for op, _, _ in before] != [op for op, _, _ in after]:
-            raise NotDerivableError(f"the steps at {old} and {new} tokens differ in their operations")
-        changes: dict[Key, int] = {}
-        for key, (_, _, size) in zip(before, after, strict=True):
-            if changes.setdefault(key, size) != size:
-                raise NotDerivableError(f"{key} is not unique")
-        return changes
 
-    def _two_layers(self, length: int) -> Recording:
-        if length not in self._recordings:
-            self._recordings[length] = record_loop(self.row, (length, length), layers=2, evaluated=0)
-        return self._recordings[length]
+def _changes(before: Sequence[Key], after: Sequence[Key]) -> dict[Key, int] | None:
+    """What each tensor of a step becomes in another; null where the steps cannot be laid side by side."""
+    if [op for op, _, _ in before] != [op for op, _, _ in after]:
+        return None
+    changes: dict[Key, int] = {}
+    for key, (_, _, size) in zip(before, after, strict=True):
+        if changes.setdefault(key, size) != size:
+            return None
+    return changes
 
 
 # -- the allocator ----------------------------------------------------------------------------------------------------

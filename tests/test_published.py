@@ -36,10 +36,9 @@ def test_sizes_at_another_length_are_those_of_a_fresh_record(name: str) -> None:
     """Three layers recorded at one length, derived from two layers for another, equal three layers recorded there."""
     from published_loop import Resizer, peak_reserved, record_loop
 
-    old, new = (90, 122), (90, 203)
-    recording = record_loop(row(name), old, layers=3, evaluated=0)
-    fresh = record_loop(row(name), new, layers=3, evaluated=0)
-    sizes = Resizer(row(name)).sizes(recording, new)
+    recording = record_loop(row(name), (90, 122), layers=3, evaluated=0)
+    fresh = record_loop(row(name), (90, 203), layers=3, evaluated=0)
+    sizes = Resizer(row(name), 122, [203]).sizes(recording, 1, 203)
     assert sizes == [size for _, _, size in fresh.storages]
     assert sizes != [size for _, _, size in recording.storages]
     assert peak_reserved(recording, sizes) == peak_reserved(fresh)
@@ -49,9 +48,9 @@ def test_a_length_with_another_path_is_not_derived() -> None:
     """At a multiple of 16 the attention mask needs no padding: other operations."""
     from published_loop import NotDerivableError, Resizer, record_loop
 
-    recording = record_loop(row("ln_tuning"), (122,), layers=2, evaluated=0)
-    with pytest.raises(NotDerivableError, match="differ in their operations"):
-        Resizer(row("ln_tuning")).sizes(recording, (128,))
+    recording = record_loop(row("ln_tuning"), (90, 122), layers=2, evaluated=0)
+    with pytest.raises(NotDerivableError, match="differs in its operations"):
+        Resizer(row("ln_tuning"), 122, [128]).sizes(recording, 1, 128)
 
 
 def test_only_what_is_on_the_card_is_recorded() -> None:
@@ -91,8 +90,12 @@ def test_a_row_that_cannot_be_built_is_named_and_does_not_stop_the_others(
     import published_loop
 
     real = published_loop.record_loop
-    shallow = lambda row, lengths: real(row, [length // 4 for length in lengths], layers=2, evaluated=0)  # noqa: E731
-    monkeypatch.setattr(predictor_published, "record_loop", shallow)
+
+    def shallow(row: dict[str, Any], lengths: Any, **_: Any) -> published_loop.Recording:
+        return real(row, [length // 4 for length in lengths], layers=2, evaluated=0)
+
+    for module in (predictor_published, published_loop):
+        monkeypatch.setattr(module, "record_loop", shallow)
     good, unknown, wrong, poor = (row("ln_tuning") for _ in range(4))
     unknown |= {"name": "b", "peft_config": {"peft_type": "NO_SUCH", "r": 1}}
     wrong |= {"name": "c", "peft_config": {"peft_type": "LORA", "no_such_setting": 1}}
