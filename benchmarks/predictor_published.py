@@ -47,8 +47,9 @@ ROWS = HERE / "data" / "peft_memory.json"
 MEASURED_WITH = {"torch": "2.13.0", "transformers": "5.13.1"}
 # of the longest batch, tried in the fit; odd, as masks are padded to 16 entries; finer where the fit is
 LENGTHS = tuple(sorted({*range(611, 768, 12), *range(685, 712, 2)}))
+NEAR = 8  # tokens between lengths that the fit hardly tells apart
 FEWEST = 8  # rows for a fit
-FITTED = 695  # what the fit on the 32 rows of `ROWS` gives; for files with fewer rows than `FEWEST`
+FITTED = 697  # what the fit on the 32 rows of `ROWS` gives; for files with fewer rows than `FEWEST`
 NEEDED = ("peft_config", "optimizer", "optimizer_kwargs", "batch_size", "dtype", "autocast_adapter_dtype", "use_amp")
 MEDIAN_BAR, WITHIN, SHARE_BAR, BUILT_BAR = 0.5, 2.0, 0.85, 28 / 32
 
@@ -144,8 +145,7 @@ def judge(results: Sequence[Result], lengths: Sequence[int]) -> dict[str, Any]:
         result.error = result.error_at(result.length)
         result.error_together = result.error_at(together) if together is not None else None
         if abs(result.error) > WITHIN:
-            low, high = (result.error_at(length) for length in _around(result.length, lengths))
-            result.notes.append(f"{low:+.1f} to {high:+.1f} % at the lengths next to it")
+            result.notes += _step_nearby(result, result.length)
             if result.error < 0 and (bound := result.generation_bound or 0) >= result.measured:
                 result.notes.append(
                     "the peak may be in what is not replayed, generation during their evaluation: with "
@@ -162,9 +162,15 @@ def judge(results: Sequence[Result], lengths: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def _around(length: int, lengths: Sequence[int]) -> tuple[int, int]:
-    place = list(lengths).index(length)
-    return lengths[max(place - 1, 0)], lengths[min(place + 1, len(lengths) - 1)]
+def _step_nearby(result: Result, length: int) -> list[str]:
+    """Sizes jump where a request needs a larger segment; a fit between lengths may be on the wrong side of it."""
+    near = [other for other in result.reserved if abs(other - length) <= NEAR and abs(result.error_at(other)) <= WITHIN]
+    if not near:
+        return []
+    other = min(near, key=lambda candidate: abs(candidate - length))
+    step = (result.reserved[length] - result.reserved[other]) / 2**20
+    at_other = f"{result.error_at(other):+.2f} % at {other} tokens"
+    return [f"{at_other}: a step of {step:+.0f} MiB up to {length}, where requests need larger segments"]
 
 
 def _errors(built: Sequence[Result]) -> tuple[list[float | None], list[float | None]]:

@@ -125,6 +125,7 @@ def test_the_fit_leaves_the_row_out() -> None:
     right = [Result(str(n), 650 * 10**6, reserved={length: length * 10**6 for length in lengths}) for n in range(3)]
     off = Result("off", 700 * 10**6, reserved={length: length * 10**6 for length in lengths})
     summary = judge([*right, off], lengths)
+    assert off.notes == []  # no length near by does better
     assert off.length == 650
     assert off.error == pytest.approx(-100 * 50 / 700)
     assert summary["leave_one_out"]["within_2_percent"] == 0.75
@@ -137,3 +138,14 @@ def test_absent_settings_are_null_false_or_zero() -> None:
 
     assert adapter_config(row("oft"), layers=2).oft_block_size == 0
     assert adapter_config(row("prefixtuning"), layers=2).num_layers == 2
+
+
+def test_a_step_of_the_allocator_near_the_fit_is_named() -> None:
+    from predictor_published import Result, judge
+
+    lengths = (695, 697)
+    right = [Result(str(n), 697 * 10**6, reserved={length: length * 10**6 for length in lengths}) for n in range(3)]
+    stepping = Result("steps", 695 * 10**6, reserved={695: 695 * 10**6, 697: 720 * 10**6})
+    judge([*right, stepping], lengths)
+    assert stepping.length == 697
+    assert stepping.notes == ["+0.00 % at 695 tokens: a step of +24 MiB up to 697, where requests need larger segments"]
