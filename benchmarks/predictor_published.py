@@ -56,8 +56,8 @@ FEWEST = 8  # rows for a fit
 FITTED = 697  # what the fit on the 32 rows of `ROWS` gives; for files with fewer rows than `FEWEST`
 NEEDED = ("peft_config", "optimizer", "optimizer_kwargs", "batch_size", "dtype", "autocast_adapter_dtype", "use_amp")
 ASSUMED = (
-    f"Assumed, not fitted: batches of {FIRST}, {SECOND} and {SHORTEST} tokens before it and one of {AFTER} after it. They",
-    "matter: with other lengths (60 to 200 for the shortest, 400 and 600 for the first) the predictions for full",
+    f"Assumed, not fitted: batches of {FIRST}, {SECOND} and {SHORTEST} tokens before it and one of {AFTER} after it.",
+    "They matter: with other lengths (60 to 200 for the shortest, 400 and 600 for the first) the predictions for full",
     "fine-tuning and IA3 moved by 0.0 to 2.7 points of a per cent, with 550 after the longest IA3's by 4.9.",
 )
 MEDIAN_BAR, WITHIN, SHARE_BAR, BUILT_BAR = 0.5, 2.0, 0.85, 28 / 32
@@ -160,7 +160,8 @@ def judge(results: Sequence[Result], lengths: Sequence[int]) -> dict[str, Any]:
                     "the peak may be in what is not replayed, generation during their evaluation: with "
                     f"{result.virtual} virtual tokens in its cache it may reserve up to {bound / 2**30:.1f} GiB"
                 )
-    left_out, with_all = ([abs(e) for e in errors if e is not None] for errors in _errors(built))
+    left_out = [abs(result.error) for result in built if result.error is not None]
+    with_all = [abs(result.error_together) for result in built if result.error_together is not None]
     return {
         "rows": len(results),
         "built": len(built),
@@ -180,10 +181,6 @@ def _step_nearby(result: Result, length: int) -> list[str]:
     step = (result.reserved[length] - result.reserved[other]) / 2**20
     at_other = f"{result.error_at(other):+.2f} % at {other} tokens"
     return [f"{at_other}: a step of {step:+.0f} MiB up to {length}, where requests need larger segments"]
-
-
-def _errors(built: Sequence[Result]) -> tuple[list[float | None], list[float | None]]:
-    return [result.error for result in built], [result.error_together for result in built]
 
 
 def _summary(errors: Sequence[float]) -> dict[str, float | None]:

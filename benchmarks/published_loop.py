@@ -25,8 +25,7 @@ from lowmem.memory.meta import on_meta
 from lowmem.memory.trace import Trace
 
 EVALUATED = 768  # tokens of the rows that are evaluated before training
-# Padded lengths of the steps that are replayed; only the longest is fitted. These four are assumed, not measured, and not
-# without weight: others move single predictions by up to 2.7 points of a per cent, a longer batch after it by 4.9.
+# Padded lengths of the other steps: assumed, not measured. Others move single predictions by up to 2.7 %, and 4.9 %.
 FIRST, SECOND, SHORTEST, AFTER = 500, 420, 90, 420
 LONGEST = 3  # its place among the steps; the cache was emptied before it
 RECORDED = 698  # length at which the longest batch is recorded; others are derived
