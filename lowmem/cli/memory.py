@@ -32,22 +32,31 @@ def estimate(
     expandable: Annotated[
         bool, typer.Option("--expandable/--no-expandable", help="Allocator with expandable segments (the default).")
     ] = True,
+    data: Annotated[
+        bool, typer.Option("--data", help="Read the recipe's data, and predict for its longest batch.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Say what a run will need: neither weights nor a GPU are looked at."""
     from lowmem.errors import UserError
-    from lowmem.memory.subject import read_subject
+    from lowmem.memory.subject import Subject, read_recipe
 
     if device not in ("cuda", "cpu"):
         raise UserError(f"--device: cuda or cpu; got {device}")
     quiet_bars()
-    run = read_subject(recipe, overrides or (), seq_length, batch_size)
+    read = read_recipe(recipe, overrides or (), seq_length, batch_size, check_files=data)
     from lowmem.memory.estimate import estimate as predict
+    from lowmem.memory.worst_batch import heaviest, worst_batches, worst_batches_of
 
-    found = predict(run, device=device, expandable_segments=expandable)  # type: ignore[arg-type]
+    run, worst, held_out = Subject.of(read), worst_batches(None, read.training), None
+    if data:
+        worst, held_out = worst_batches_of(read)
+    lengths = heaviest(run, worst.batches, device)  # type: ignore[arg-type]
+    found = predict(run, lengths=lengths, device=device, expandable_segments=expandable)  # type: ignore[arg-type]
     if as_json:
-        print_json(found.as_dict())
+        print_json(found.as_dict() | {"batch": worst.words, "eval_lengths": held_out and list(held_out)})
         return
+    print(f"predicted for {worst.words}{'' if data else ' (--data reads the real rows)'}")
     _show(found)
 
 
