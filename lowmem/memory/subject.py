@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +47,7 @@ class Subject:
         source: what the recipe says of the model; null where it is given in memory.
         load: a new model as it comes from its files (layers, strategies, device); null where it is given in memory.
         data: what is evaluated and answered beside training; null: nothing.
-        answers: the prompts that are answered, where they are known.
+        answers: the prompts that are answered; null: what `data` names, where it can be read here.
     """
 
     name: str
@@ -69,7 +70,7 @@ class Subject:
             UserError: the architecture is not to be had.
         """
         subject = cls.of_config(model_config(recipe.model), recipe.model, recipe.training, recipe.strategies)
-        return replace(subject, data=recipe.data, answers=known_answers(recipe.model, recipe.data))
+        return replace(subject, data=recipe.data)
 
     @classmethod
     def of_config(
@@ -164,15 +165,21 @@ class Subject:
         saves = numbers.output_dir is not None
         return Around(
             (numbers.max_length,) * numbers.eval_batch_size if evaluates else (),
-            self.answers,
+            self._answered,
             checkpoints=saves and numbers.save_steps is not None,
             result=saves,
         )
 
+    @cached_property
+    def _answered(self) -> Answers | None:
+        if self.answers is not None or self.data is None or self.source is None:
+            return self.answers
+        return known_answers(self.source, self.data)
+
     @property
     def left_out(self) -> list[str]:
         """Parts of the run that cannot be followed, in words."""
-        if self.data is None or self.data.exact_match is None or self.answers is not None:
+        if self.data is None or self.data.exact_match is None or self._answered is not None:
             return []
         return ["answers to data.exact_match: its rows, or the tokenizer, are not on this machine"]
 
