@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -51,6 +52,7 @@ def estimate(
     run, worst, held_out = Subject.of(read), worst_batches(None, read.training), None
     if data:
         worst, held_out = worst_batches_of(read)
+        run = replace(run, evaluation=held_out or ())
     lengths = heaviest(run, worst.batches, device)  # type: ignore[arg-type]
     found = predict(run, lengths=lengths, device=device, expandable_segments=expandable)  # type: ignore[arg-type]
     if as_json:

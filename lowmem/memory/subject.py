@@ -18,10 +18,10 @@ from lowmem.errors import UserError
 from lowmem.loading import is_gguf, load_model_config, load_tokenizer, model_without_data
 from lowmem.memory.load import META, load_without_data
 from lowmem.memory.meta import Device
-from lowmem.memory.meter import _quant_state
 from lowmem.memory.phases import Answers, Around, largest_batch
 from lowmem.memory.predict import record
 from lowmem.memory.trace import Trace
+from lowmem.memory.twin import without_data
 from lowmem.model import blocks, resize_embeddings
 from lowmem.run import Run
 from lowmem.strategies import with_defaults
@@ -47,6 +47,8 @@ class Subject:
         source: what the recipe says of the model; null where it is given in memory.
         load: a new model as it comes from its files (layers, strategies, device); null where it is given in memory.
         data: what is evaluated and answered beside training; null: nothing.
+        evaluation: tokens of each row of the largest evaluation batch; none: `eval_batch_size` rows of `max_length`,
+            where `data` names rows to evaluate.
         answers: the prompts that are answered; null: what `data` names, where it can be read here.
     """
 
@@ -61,6 +63,7 @@ class Subject:
     load: Callable[[int | None, Sequence[Strategy], Device], nn.Module] | None = None
     data: DataConfig | None = None
     answers: Answers | None = None
+    evaluation: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, recipe: Recipe) -> Subject:
@@ -162,9 +165,10 @@ class Subject:
         """What the run does beside its steps."""
         numbers = self.training
         evaluates = self.data is not None and self.data.eval is not None
+        whole = (numbers.max_length,) * numbers.eval_batch_size if evaluates else ()
         saves = numbers.output_dir is not None
         return Around(
-            (numbers.max_length,) * numbers.eval_batch_size if evaluates else (),
+            self.evaluation or whole,
             self._answered,
             checkpoints=saves and numbers.save_steps is not None,
             result=saves,
@@ -292,19 +296,6 @@ def with_layers(config: Any, layers: int) -> Any:
             setattr(text, name, [value[i % before] for i in range(layers)])
     text.num_hidden_layers = layers
     return config
-
-
-def without_data(module: nn.Module) -> nn.Module:
-    """A copy of a module on the meta device. Quantised weights (bitsandbytes) keep their scales there, too."""
-    parameters = list(module.parameters())
-    memo: dict[int, Any] = {id(t): t.to("meta") for t in module.buffers()}
-    for parameter in parameters:
-        memo |= {id(t): t.to("meta") for t in _quant_state(parameter)}
-        data = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
-        memo[id(parameter)] = torch.Tensor._make_subclass(type(parameter), data, parameter.requires_grad)
-    for parameter in parameters:  # what a class of parameters keeps beside its values
-        vars(memo[id(parameter)]).update(copy.deepcopy(vars(parameter), memo))
-    return copy.deepcopy(module, memo)
 
 
 def _pattern(text: Any) -> int | None:
