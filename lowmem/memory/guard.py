@@ -23,7 +23,7 @@ from lowmem.memory.free import free_memory
 from lowmem.memory.meta import Device
 from lowmem.memory.now import resident_bytes
 from lowmem.memory.phases import largest_batch
-from lowmem.memory.remedies import Remedy, remedies
+from lowmem.memory.remedies import Remedy, needed_bytes, remedies
 from lowmem.memory.subject import Subject, model_config
 from lowmem.memory.trace import Trace
 from lowmem.memory.worst_batch import Lengths, WorstBatches, heaviest, longest_eval_batch, worst_batches
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 MemoryCheck = Literal["off", "warn", "refuse"]
 GIB = 1024**3
 _SURELY = 0.8  # of what is free: a bound below passes without a prediction
+_STEP = ("at rest", "forward", "backward", "step")  # phases that every optimizer step has
 _TOLERANCE = 0.03  # of what is predicted
 
 
@@ -165,15 +166,20 @@ class MemoryGuard:
         else:
             raise ExplainedError(self._refusal(found, worst.words, free))
 
-    def remedies(self, lengths: Lengths, capacity: int | None, needed: int | None = None) -> list[Remedy]:
-        """What would help, each tried by prediction.
+    def remedies(
+        self, lengths: Lengths, capacity: int | None, needed: int | None = None, floor: int = 0
+    ) -> list[Remedy]:
+        """What would help, each tried by prediction; the arguments are those of `remedies.remedies`.
 
         Raises:
             UserError: it cannot be predicted.
         """
         with self._apart():
             used = segments.will_be_used()
-            return remedies(self.subject, lengths, capacity, device=self.kind, expandable_segments=used, needed=needed)
+            kind = self.kind
+            return remedies(
+                self.subject, lengths, capacity, device=kind, expandable_segments=used, needed=needed, floor=floor
+            )
 
     def _look_at_the_host(self, found: Estimate) -> None:
         """On a card, the host's memory is a budget of its own; pages may go to a disk, so nothing is refused."""
@@ -205,20 +211,20 @@ class MemoryGuard:
             f"  predicted for {words}: {len(found.lengths)} rows of up to {max(found.lengths):,} tokens",
             f"  at the peak, in {found.phase}{f', {found.place}' if found.place else ''}: {ledger_words(held)}",
         ]
-        return "\n".join([*lines, *remedy_lines(self.remedies(found.lengths, free, needed), fitting=True)])
-
-
-def needed_bytes(found: Estimate) -> int:
-    """What must be free: CUDA has started, and so has taken its own share, when free memory is looked at."""
-    return found.needed_bytes - found.context_bytes if found.device == "cuda" else found.peak_allocated_bytes
+        beside = {name: m.bytes for name, m in found.phases.items() if name not in _STEP}
+        floor = max(beside.values(), default=0)
+        if floor > free:
+            lines.append(f"  {max(beside, key=lambda name: beside[name])} alone needs {gib(floor)}")
+        return "\n".join([*lines, *remedy_lines(self.remedies(found.lengths, free, needed, floor), fitting=True)])
 
 
 def ledger_words(ledger: dict[str, int], most: int = 6) -> str:
-    """The largest categories in one line."""
+    """The largest categories in one line; below a thousandth of all they are left out."""
     rows = sorted(ledger.items(), key=lambda row: -row[1])
-    shown = [f"{name} {gib(size)}" for name, size in rows[:most] if size > 0]
+    least = sum(ledger.values()) / 1000
+    shown = [f"{name} {gib(size)}" for name, size in rows[:most] if size > least]
     rest = sum(size for _, size in rows[most:])
-    return ", ".join([*shown, f"others {gib(rest)}"] if rest > 0 else shown)
+    return ", ".join([*shown, f"others {gib(rest)}"] if rest > least else shown)
 
 
 def remedy_lines(found: Sequence[Remedy], *, fitting: bool) -> list[str]:
