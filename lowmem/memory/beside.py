@@ -1,0 +1,111 @@
+"""A prediction beside a rule of thumb: category by category, with the reason for each difference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lowmem.memory.rule_of_thumb import MemoryEstimate
+
+if TYPE_CHECKING:
+    from lowmem.memory.estimate import Estimate
+
+# in what order categories are listed and drawn; others come after these
+CATEGORIES = (
+    "weights, frozen",
+    "weights, trainable",
+    "gradients",
+    "optimizer state",
+    "activations",
+    "loss",
+    "temporaries",
+    "inside kernels",
+    "workspaces",
+    "allocator slack",
+)
+_NOT_IN_THE_RULE = {
+    "loss": "logits and their gradients, as wide as the vocabulary",
+    "temporaries": "what operations need for a moment: copies in another dtype, expanded weights, gradients of activations",
+    "inside kernels": "buffers of fused kernels, which no tensor shows",
+    "workspaces": "cuBLAS keeps one for each of two threads",
+    "allocator slack": "reserved by the allocator, used by no tensor: rounding and gaps",
+    "CUDA itself": "its context and kernels, beside the allocator",
+}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One category by rule and as predicted, in bytes, and why they differ."""
+
+    category: str
+    rule_bytes: int
+    predicted_bytes: int
+    why: str
+
+
+def ordered(categories: Mapping[str, int]) -> list[str]:
+    """The categories in the order in which they are listed and drawn."""
+    known = [name for name in CATEGORIES if name in categories]
+    return known + [name for name in categories if name not in CATEGORIES]
+
+
+def beside_the_rule(found: Estimate) -> list[Difference]:
+    """An estimate beside the tutorial's rule for the model as it is trained, and the rows of one forward pass."""
+    rule = found.rule
+    counted = {
+        "weights": rule.parameter_bytes,
+        "gradients": rule.gradient_bytes,
+        "optimizer state": rule.optimizer_bytes,
+        "activations": rule.activation_bytes,
+    }
+    predicted = {**found.ledger, "CUDA itself": found.context_bytes} if found.context_bytes else found.ledger
+    return differences(counted, predicted, rule)
+
+
+def differences(rule: Mapping[str, int], predicted: Mapping[str, int], counts: MemoryEstimate) -> list[Difference]:
+    """Every category that either of the two knows; frozen and trained weights are one.
+
+    Args:
+        rule, predicted: category -> bytes.
+        counts: how many weights there are, and how many of them are trained.
+    """
+    together = {"weights": sum(size for name, size in predicted.items() if name.startswith("weights, "))}
+    together |= {name: predicted[name] for name in ordered(predicted) if not name.startswith("weights, ")}
+    found = []
+    for category in dict.fromkeys([*rule, *together]):
+        one, other = rule.get(category, 0), together.get(category, 0)
+        if one or other:
+            found.append(Difference(category, one, other, _why(category, one, other, counts)))
+    return found
+
+
+def _why(category: str, rule: int, predicted: int, counts: MemoryEstimate) -> str:
+    if not rule:
+        return "not in the rule: " + _NOT_IN_THE_RULE.get(
+            category, "what layers keep for the backward pass" if category == "activations" else "kept by a technique"
+        )
+    if abs(predicted - rule) <= 0.01 * rule:
+        return "as the rule says"
+    if category == "activations":
+        return _why_activations(predicted / rule)
+    if category == "weights":
+        return _per_weight("weight", rule, predicted, counts.parameters)
+    if category == "gradients" and predicted < rule:
+        there = "none of them is" if not predicted else f"{predicted / rule:.0%} of them are"
+        return f"{there} there when the peak comes"
+    return _per_weight("trained weight", rule, predicted, counts.trainable_parameters)
+
+
+def _why_activations(times: float) -> str:
+    said = "the rule's one hidden state per layer"
+    if times < 1:
+        return f"{times:.2f} x {said}: not all of them are there when the peak comes, or none is kept"
+    if times < 1.5:
+        return f"{times:.2f} x {said}: layers are recomputed, so little else is kept"
+    return f"{times:.1f} x {said}: all that backward passes of layers need is kept"
+
+
+def _per_weight(what: str, rule: int, predicted: int, count: int) -> str:
+    one, other = (f"{size / count:.2f}".rstrip("0").rstrip(".") for size in (rule, predicted))
+    return f"{other} bytes for each {what}, not {one}"

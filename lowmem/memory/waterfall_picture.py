@@ -1,0 +1,105 @@
+"""The waterfall as a picture: a bar per technique, by category, once whole and once enlarged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lowmem.memory.beside import ordered
+from lowmem.memory.picture import ALARM, GIB, GRID, INK, SOFT, colours, legend, new_figure, tidy, write
+from lowmem.memory.waterfall import RULE, Bar, Waterfall
+
+_ENLARGE_FROM = 6  # times the lowest bar, from which on the highest needs a view of its own
+
+
+def draw(found: Waterfall, file: Path, card_bytes: int | None = None) -> None:
+    """Write the picture.
+
+    Args:
+        found: the numbers.
+        file: .png, .svg or .pdf.
+        card_bytes: what the allocator may reserve on a card, for a line.
+    """
+    bars = found.bars
+    highest, lowest = max(b.peak_reserved_bytes for b in bars), bars[-1].peak_reserved_bytes
+    focus = max(2.2 * lowest, 1.1 * (card_bytes or 0)) / GIB
+    enlarged = highest > _ENLARGE_FROM * lowest and focus < highest / GIB
+    figure = new_figure(10.5, 2.1 + 0.42 * len(bars))
+    width = 0.72
+    shades = colours(ordered({name: 0 for bar in bars for name in bar.ledger}))
+    top, bottom = 1 - 1.0 / figure.get_figheight(), 1.05 / figure.get_figheight()
+    if enlarged:
+        grid = figure.add_gridspec(
+            1, 2, width_ratios=(0.3, 0.7), wspace=0.06, left=1 - width - 0.045, right=0.955, top=top, bottom=bottom
+        )
+        whole, near = (figure.add_subplot(cell) for cell in grid)
+        _bars(near, bars, shades, focus)
+        _heading(near, f"enlarged: 0 to {focus:.0f} GiB")
+        _heading(whole, "to scale")
+    else:
+        whole = near = figure.add_axes((1 - width - 0.045, bottom, width, top - bottom))
+    _bars(whole, bars, shades, highest * (1.0 if enlarged else 1.12) / GIB, values=not enlarged)
+    _names(whole, bars)
+    if card_bytes is not None:
+        _card_line(near, card_bytes, len(bars))
+    longest, rows = max(found.lengths), len(found.lengths)
+    figure.text(0.02, 1 - 0.3 / figure.get_figheight(), f"{found.model}: from plain full fine-tuning down",
+                fontsize=13, fontweight="bold", color=INK, va="center")  # fmt: skip
+    figure.text(0.02, 1 - 0.58 / figure.get_figheight(),
+                f"predicted peak of reserved GPU memory, GiB; {rows} rows of {longest:,} tokens per optimizer step",
+                fontsize=9.5, color=SOFT, va="center")  # fmt: skip
+    legend(figure, shades, loc="lower left", bbox_to_anchor=(0.01, 0.0), ncols=5, columnspacing=1.4)
+    write(figure, file)
+
+
+def _bars(axes: Any, bars: Sequence[Bar], shades: dict[str, str], limit: float, values: bool = True) -> None:
+    for place, bar in enumerate(bars):
+        left = 0.0
+        for name in ordered(bar.ledger):
+            size = bar.ledger[name] / GIB
+            shown = min(size, max(0.0, limit - left))
+            axes.barh(place, shown, left=left, height=0.66, color=shades[name], linewidth=0,
+                      hatch="///" if bar.name == RULE else None, edgecolor="white")  # fmt: skip
+            left += size
+        if not values:
+            continue
+        if left > limit:
+            _torn(axes, place, limit)
+        text = f"{left:,.1f}" if left < 100 else f"{left:,.0f}"
+        if left > 0.93 * limit:
+            axes.text(limit * 0.965, place, text, ha="right", va="center", fontsize=9, fontweight="bold", color="white",
+                      bbox={"boxstyle": "round,pad=0.25", "facecolor": INK, "linewidth": 0})  # fmt: skip
+        else:
+            axes.text(left + 0.008 * limit, place, text, ha="left", va="center", fontsize=9.5, fontweight="bold",
+                      color=INK)  # fmt: skip
+    axes.set_ylim(len(bars) - 0.5, -0.5)
+    axes.set_xlim(0, limit)
+    axes.set_yticks([])
+    axes.grid(axis="x", color=GRID)
+    tidy(axes)
+
+
+def _torn(axes: Any, place: int, limit: float) -> None:
+    """The end of a bar that goes on beyond the view."""
+    step = 0.012 * limit
+    xs = [limit - step * (index % 2) for index in range(9)]
+    ys = [place - 0.36 + 0.09 * index for index in range(9)]
+    axes.fill([*xs, limit * 1.01, limit * 1.01], [*ys, ys[-1], ys[0]], color="white", linewidth=0)
+
+
+def _names(axes: Any, bars: Sequence[Bar]) -> None:
+    axes.set_yticks(range(len(bars)), [("+ " if bar.strategies else "") + bar.name for bar in bars], fontsize=9.5)
+    axes.tick_params(axis="y", pad=6)
+
+
+def _heading(axes: Any, text: str) -> None:
+    axes.set_title(text, fontsize=8.5, color=SOFT, loc="left", pad=4)
+
+
+def _card_line(axes: Any, card_bytes: int, count: int) -> None:
+    size = card_bytes / GIB
+    if size > axes.get_xlim()[1]:
+        return
+    axes.axvline(size, color=ALARM, linewidth=1.3)
+    axes.text(size, -0.56, f"{size:.1f} GiB to use", fontsize=8.5, color=ALARM, va="bottom", ha="center")
