@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 # in what order categories are listed and drawn; others come after these
 CATEGORIES = (
+    "weights",
     "weights, frozen",
     "weights, trainable",
     "gradients",
@@ -26,11 +27,11 @@ CATEGORIES = (
 )
 _NOT_IN_THE_RULE = {
     "loss": "logits and their gradients, as wide as the vocabulary",
-    "temporaries": "what operations need for a moment: copies in another dtype, expanded weights, gradients of activations",
-    "inside kernels": "buffers of fused kernels, which no tensor shows",
-    "workspaces": "cuBLAS keeps one for each of two threads",
-    "allocator slack": "reserved by the allocator, used by no tensor: rounding and gaps",
-    "CUDA itself": "its context and kernels, beside the allocator",
+    "temporaries": "copies, expanded weights, gradients of activations, for a moment",
+    "inside kernels": "buffers of fused kernels",
+    "workspaces": "cuBLAS has one for each thread",
+    "allocator slack": "reserved, in use by no tensor",
+    "CUDA itself": "its context and kernels",
 }
 
 
@@ -44,10 +45,10 @@ class Difference:
     why: str
 
 
-def ordered(categories: Mapping[str, int]) -> list[str]:
+def ordered(categories: Iterable[str]) -> list[str]:
     """The categories in the order in which they are listed and drawn."""
-    known = [name for name in CATEGORIES if name in categories]
-    return known + [name for name in categories if name not in CATEGORIES]
+    given = list(categories)
+    return [name for name in CATEGORIES if name in given] + [name for name in given if name not in CATEGORIES]
 
 
 def beside_the_rule(found: Estimate) -> list[Difference]:
@@ -70,14 +71,21 @@ def differences(rule: Mapping[str, int], predicted: Mapping[str, int], counts: M
         rule, predicted: category -> bytes.
         counts: how many weights there are, and how many of them are trained.
     """
-    together = {"weights": sum(size for name, size in predicted.items() if name.startswith("weights, "))}
-    together |= {name: predicted[name] for name in ordered(predicted) if not name.startswith("weights, ")}
+    by_rule, together = _one_row_for_weights(rule), _one_row_for_weights(predicted)
     found = []
-    for category in dict.fromkeys([*rule, *together]):
-        one, other = rule.get(category, 0), together.get(category, 0)
+    for category in dict.fromkeys([*by_rule, *together]):
+        one, other = by_rule.get(category, 0), together.get(category, 0)
         if one or other:
             found.append(Difference(category, one, other, _why(category, one, other, counts)))
     return found
+
+
+def _one_row_for_weights(ledger: Mapping[str, int]) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for name in ordered(ledger):
+        category = "weights" if name.startswith("weights") else name
+        sizes[category] = sizes.get(category, 0) + ledger[name]
+    return sizes
 
 
 def _why(category: str, rule: int, predicted: int, counts: MemoryEstimate) -> str:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import combinations
+from dataclasses import dataclass
+from itertools import combinations, pairwise
 from typing import TYPE_CHECKING, Any
 
 from lowmem.errors import UserError
 from lowmem.memory.beside import Difference, differences
-from lowmem.memory.estimate import Estimate, estimate
-from lowmem.memory.rule_of_thumb import MemoryEstimate
+from lowmem.memory.cards import Card
+from lowmem.memory.estimate import GIB, Estimate, estimate
+from lowmem.memory.pace import step_seconds
 from lowmem.memory.subject import Subject
 from lowmem.strategies import with_defaults
 from lowmem.strategy import Strategy, resolve
@@ -32,6 +33,8 @@ class Bar:
             loop with this bar's strategies and those before; of the rule, the bytes it counts.
         saved_bytes: how much less than the bar before (below 0: more); null for the first two bars.
         phase: when the peak comes; null for the rule.
+        step_seconds: of an optimizer step, predicted as if the card had memory enough; null for the rule, and without
+            a card.
     """
 
     name: str
@@ -43,6 +46,7 @@ class Bar:
     ledger: dict[str, int]
     saved_bytes: int | None
     phase: str | None
+    step_seconds: float | None
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,8 @@ class Waterfall:
         bytes_per_parameter: of its dtype; the rule is parameters x bytes x 4.
         bars: the rule, the plain loop, then the techniques; the last one is `estimate(recipe)`.
         differences: what the plain loop needs beside what the rule counts, by category.
-        notes: which techniques could not come in the recipe's order, and why.
+        notes: which techniques could not come in the recipe's order, and where blocks of memory lie unused.
+        card: whose speed the times are for; null: there are none.
         final: the estimate of the whole recipe.
     """
 
@@ -67,6 +72,7 @@ class Waterfall:
     bars: list[Bar]
     differences: list[Difference]
     notes: list[str]
+    card: str | None
     final: Estimate
 
     def as_dict(self) -> dict[str, Any]:
@@ -79,6 +85,7 @@ class Waterfall:
             "bars": [{**vars(bar), "strategies": list(bar.strategies)} for bar in self.bars],
             "differences": [vars(difference) for difference in self.differences],
             "notes": self.notes,
+            "card": self.card,
             "final": self.final.as_dict(),
         }
 
@@ -88,6 +95,7 @@ def waterfall(
     *,
     lengths: Sequence[int] | None = None,
     expandable_segments: bool = True,
+    card: Card | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Waterfall:
     """Predict a run with none of its strategies, with the first, the first two, and so on to all of them.
@@ -100,6 +108,7 @@ def waterfall(
         run: a recipe, or what it comes to.
         lengths: tokens of each row of one optimizer batch; by default `batch_size` rows of `max_length`.
         expandable_segments: how the allocator is set.
+        card: whose speed the predicted times are for; null: no times.
         progress: is told what is traced next.
 
     Raises:
@@ -109,32 +118,30 @@ def waterfall(
 
     def predict(strategies: Sequence[Strategy]) -> Estimate:
         progress(" + ".join(s.name for s in strategies) or PLAIN)
-        return estimate(
-            subject.with_strategies(strategies), lengths=lengths, expandable_segments=expandable_segments
-        )
+        return estimate(subject.with_strategies(strategies), lengths=lengths, expandable_segments=expandable_segments)
 
     final = predict(subject.strategies)  # first: what is wrong with the recipe is said before the way is walked
     parameters, dtype_bytes = _size(subject)
     plain = predict(()) if subject.strategies else final
-    rule = _rule(parameters, dtype_bytes)
-    bars = [
-        Bar(RULE, (), sum(rule.values()), sum(rule.values()), 0, 0, rule, None, None),
-        _bar(PLAIN, (), plain, None),
-    ]
+    steps: list[tuple[Sequence[Strategy], Estimate]] = [((), plain)]
     notes: list[str] = []
-    for group, found in _way_down(subject, predict, final, notes):
-        names = tuple(strategy.name for strategy in group)
-        bars.append(_bar(" + ".join(names), names, found, bars[-1].peak_reserved_bytes))
-    counted = {"weights": parameters * dtype_bytes, "gradients": rule["gradients"]}
-    counted["optimizer state"] = rule["optimizer state"]
+    steps += _way_down(subject, predict, final, notes)
+    bars = [_rule(parameters, dtype_bytes)]
+    taken: list[Strategy] = []
+    for group, found in steps:
+        taken += group
+        seconds = step_seconds(subject.with_strategies(taken), final.lengths, card) if card else None
+        bars.append(_bar(tuple(s.name for s in group), found, bars[-1].peak_reserved_bytes, seconds))
+    notes += [_gaps(bar, before) for before, bar in pairwise(bars[1:]) if _hides_gaps(bar, before)]
     return Waterfall(
         final.model,
         final.lengths,
         parameters,
         dtype_bytes,
         bars,
-        differences(counted, plain.ledger, plain.rule),
+        differences(bars[0].ledger, plain.ledger, plain.rule),
         notes,
+        card.name if card else None,
         final,
     )
 
@@ -156,25 +163,43 @@ def _way_down(
                 found = predict([*taken, *group])
                 break
             except UserError as error:
-                refused[" + ".join(s.name for s in group)] = " ".join(str(error).split())
-        for name, reason in refused.items():
-            notes.append(f"{name} comes after {' + '.join(s.name for s in group)}: alone, {reason}")
+                refused[_names(group)] = " ".join(str(error).split())
+        notes += [f"{name} comes with or after {_names(group)}. Before: {why}" for name, why in refused.items()]
         yield group, found
         taken += group
         left = [strategy for strategy in left if strategy not in group]
 
 
-def _bar(name: str, added: tuple[str, ...], found: Estimate, before: int | None) -> Bar:
+def _names(strategies: Sequence[Strategy]) -> str:
+    return " + ".join(strategy.name for strategy in strategies)
+
+
+def _bar(added: tuple[str, ...], found: Estimate, before: int, seconds: float | None) -> Bar:
     return Bar(
-        name,
+        " + ".join(added) or PLAIN,
         added,
         found.peak_reserved_bytes,
         found.peak_allocated_bytes,
         found.host_bytes,
         found.pinned_bytes,
         found.ledger,
-        None if before is None else before - found.peak_reserved_bytes,
+        before - found.peak_reserved_bytes if added else None,
         found.phase,
+        seconds,
+    )
+
+
+def _hides_gaps(bar: Bar, before: Bar) -> bool:
+    """Whether tensors became fewer and what is reserved did not."""
+    return (bar.saved_bytes or 0) < 0 < before.peak_allocated_bytes - bar.peak_allocated_bytes
+
+
+def _gaps(bar: Bar, before: Bar) -> str:
+    less = (before.peak_allocated_bytes - bar.peak_allocated_bytes) / GIB
+    slack = (bar.ledger["allocator slack"] - before.ledger["allocator slack"]) / GIB
+    return (
+        f"{bar.name} leaves {less:.2f} GiB less in use, but blocks of other sizes: {slack:.2f} GiB more lie in gaps "
+        "between them"
     )
 
 
@@ -185,7 +210,8 @@ def _size(subject: Subject) -> tuple[int, int]:
     return count, round(sum(weight.nbytes for weight in weights) / count)
 
 
-def _rule(parameters: int, dtype_bytes: int) -> dict[str, int]:
+def _rule(parameters: int, dtype_bytes: int) -> Bar:
     """The tutorial's first rule: weights, gradients and two moments, all in the weights' dtype."""
     one = parameters * dtype_bytes
-    return {"weights, trainable": one, "gradients": one, "optimizer state": 2 * one}
+    ledger = {"weights, trainable": one, "gradients": one, "optimizer state": 2 * one}
+    return Bar(RULE, (), 4 * one, 4 * one, 0, 0, ledger, None, None, None)

@@ -27,7 +27,7 @@ def draw(found: Waterfall, file: Path, card_bytes: int | None = None) -> None:
     enlarged = highest > _ENLARGE_FROM * lowest and focus < highest / GIB
     figure = new_figure(10.5, 2.1 + 0.42 * len(bars))
     width = 0.72
-    shades = colours(ordered({name: 0 for bar in bars for name in bar.ledger}))
+    shades = colours(ordered(dict.fromkeys(name for bar in bars for name in bar.ledger)))
     top, bottom = 1 - 1.0 / figure.get_figheight(), 1.05 / figure.get_figheight()
     if enlarged:
         grid = figure.add_gridspec(

@@ -1,0 +1,184 @@
+"""What `lowmem estimate` and `lowmem waterfall` print, for a width of 100 columns."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from lowmem.memory.beside import Difference, beside_the_rule, ordered
+from lowmem.memory.estimate import GIB, Estimate
+from lowmem.memory.waterfall import Bar, Waterfall
+
+_WIDTH = 100
+_HOLDER = re.compile(r"(?P<what>.*) \[(?P<shape>[\d, ]*)\] (?P<phase>[\w ]+)")
+
+
+def show_estimate(found: Estimate, card: int | None, asked: str) -> None:
+    """The headline, the ledger, the rule beside it, the largest holders.
+
+    Args:
+        found: the estimate.
+        card: bytes of a card that it is held against.
+        asked: the recipe or model as the user wrote it.
+    """
+    if found.device == "cuda":
+        print(f"{found.model} needs {gib(found.needed_bytes)} of GPU memory ({rows(found.lengths)} per optimizer step)")
+        _line(
+            "card",
+            f"{gib(found.peak_reserved_bytes)} reserved by PyTorch, {gib(found.peak_allocated_bytes)} of them in use; "
+            f"{gib(found.context_bytes)} for CUDA itself",
+        )
+    else:
+        print(f"{found.model} needs {gib(found.peak_allocated_bytes)} for tensors ({rows(found.lengths)} per step)")
+    place = f", {found.place}" if found.place else ""
+    _line("peak", f"in phase {found.phase}{place}, at {operation(found.operation)}")
+    if found.device == "cuda":
+        _line("host", f"{gib(found.host_bytes)} of tensors, {gib(found.pinned_bytes)} of them pinned")
+        low, high = found.reserved_band
+        _line("nearby", f"lengths within 1 % reserve {gib(low)} to {gib(high)}; the highest counts")
+    _line("tolerance", found.error_band)
+    if card is not None:
+        _line(f"{card / GIB:g} GiB", verdict(found, card))
+    _print(_ledger(found))
+    _print(_beside(beside_the_rule(found), "predicted peak"))
+    _print(_holders(found))
+    print(f"What each technique saves: lowmem waterfall {asked}")
+    print(f"What fits a card: lowmem plan --model {found.model} --gpu-memory 24GiB")
+
+
+def show_waterfall(found: Waterfall, card: int | None) -> None:
+    """The bars as a table, and why the plain loop is not what the rule says."""
+    print(f"{found.model}: predicted peak with {rows(found.lengths)} per optimizer step")
+    _print(_bars(found))
+    for note in found.notes:
+        _print(f"note: {note}")
+    print(
+        f"The rule counts {found.parameters:,} weights x {found.bytes_per_parameter} bytes x 4 = "
+        f"{found.bars[0].peak_reserved_bytes:,} bytes. What the plain loop needs beside it:"
+    )
+    _print(_beside(found.differences, "plain loop"))
+    if card is not None:
+        print(f"A card with {card / GIB:g} GiB: {verdict(found.final, card)}")
+
+
+def verdict(found: Estimate, card: int) -> str:
+    """Whether it fits, in words."""
+    spare = card - found.needed_bytes
+    tolerance = found.needed_bytes // (50 if found.expandable_segments else 25)
+    if spare < 0:
+        return f"does not fit: {gib(-spare)} too much"
+    if spare < tolerance:
+        return f"too close to call: {gib(spare)} to spare, less than the tolerance of {gib(tolerance)}"
+    return f"fits, with {gib(spare)} to spare"
+
+
+def rows(lengths: Sequence[int]) -> str:
+    """How many rows of how many tokens."""
+    shortest, longest = min(lengths), max(lengths)
+    tokens = f"{longest:,}" if shortest == longest else f"{shortest:,} to {longest:,}"
+    return f"{len(lengths)} row{'s' * (len(lengths) > 1)} of {tokens} tokens"
+
+
+def operation(name: str) -> str:
+    """`aten.mm.default` -> `mm`, `inside aten.x.default` -> `inside x`."""
+    return re.sub(r"\b(?:aten|bitsandbytes)\.(\w+)\.\w+", r"\1", name)
+
+
+def gib(size: int) -> str:
+    """Bytes for people."""
+    return f"{size / GIB:,.2f} GiB"
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+def _ledger(found: Estimate) -> Table:
+    table = _table("GiB", *found.phases, "at the peak")
+    categories = ordered(dict.fromkeys([*(c for m in found.phases.values() for c in m.ledger), *found.ledger]))
+    for category in categories:
+        sizes = [*(m.ledger.get(category, 0) for m in found.phases.values()), found.ledger.get(category, 0)]
+        table.add_row(category, *(_cell(size) for size in sizes))
+    table.add_section()
+    table.add_row(
+        "in all", *(_cell(s) for s in (*(m.bytes for m in found.phases.values()), sum(found.ledger.values())))
+    )
+    return table
+
+
+def _beside(differences: Sequence[Difference], heading: str) -> Table:
+    table = _table("GiB", "rule of thumb", heading, "why", words=1)
+    for row in differences:
+        table.add_row(row.category, _cell(row.rule_bytes), _cell(row.predicted_bytes), row.why)
+    table.add_section()
+    table.add_row(
+        "in all", _cell(sum(d.rule_bytes for d in differences)), _cell(sum(d.predicted_bytes for d in differences)), ""
+    )
+    return table
+
+
+def _holders(found: Estimate) -> Table:
+    table = _table("largest at the peak", "GiB", "pieces", "shape", "born", words=2)
+    for size, count, words in found.holders[:6]:
+        match = _HOLDER.fullmatch(words)
+        what, shape, phase = match.group("what", "shape", "phase") if match else (words, "", "")
+        table.add_row(operation(what), _cell(size), f"{count:,}", shape.replace(", ", " x "), phase)
+    return table
+
+
+def _bars(found: Waterfall) -> Table:
+    timed, host = found.card is not None, any(bar.host_bytes for bar in found.bars)
+    heads = ["reserved", "saves", "in use", *(["host"] if host else []), *(["step, s", "time"] if timed else [])]
+    table = _table("GiB", *heads, caption=f"time: predicted for {found.card} with memory enough" if timed else None)
+    for before, bar in pairwise([None, *found.bars]):
+        assert bar is not None
+        cells = [_number(bar.peak_reserved_bytes), _saved(bar), _number(bar.peak_allocated_bytes)]
+        cells += [_number(bar.host_bytes)] if host else []
+        cells += [_seconds(bar), _factor(before, bar)] if timed else []
+        table.add_row(("+ " if bar.strategies else "") + bar.name, *cells)
+    return table
+
+
+def _saved(bar: Bar) -> str:
+    return "" if bar.saved_bytes is None else _number(bar.saved_bytes)
+
+
+def _seconds(bar: Bar) -> str:
+    return "" if bar.step_seconds is None else f"{bar.step_seconds:,.2f}"
+
+
+def _factor(before: Bar | None, bar: Bar) -> str:
+    if before is None or not before.step_seconds or bar.step_seconds is None:
+        return ""
+    return f"x {bar.step_seconds / before.step_seconds:.2f}"
+
+
+def _number(size: int) -> str:
+    return f"{size / GIB:,.2f}"
+
+
+def _cell(size: int) -> str:
+    """GiB; nothing for none of it."""
+    return f"{size / GIB:,.3f}" if size else ""
+
+
+def _table(*heads: str, words: int = 0, caption: str | None = None) -> Table:
+    """A table of numbers, after whose first column only the last `words` hold text."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=caption, caption_justify="left")
+    for number, head in enumerate(heads):
+        is_text = number == 0 or number >= len(heads) - words
+        table.add_column(head, justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text)
+    return table
+
+
+def _line(name: str, text: str) -> None:
+    _print(f"  {name:<10} {text}")
+
+
+def _print(what: Table | str) -> None:
+    Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else _WIDTH).print(what)
