@@ -11,7 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from lowmem.memory.beside import Difference, beside_the_rule, ordered
+from lowmem.memory.beside import Difference, beside_the_rule, operation, ordered
 from lowmem.memory.estimate import GIB, Estimate
 from lowmem.memory.waterfall import Bar, Waterfall
 
@@ -83,11 +83,6 @@ def rows(lengths: Sequence[int]) -> str:
     shortest, longest = min(lengths), max(lengths)
     tokens = f"{longest:,}" if shortest == longest else f"{shortest:,} to {longest:,}"
     return f"{len(lengths)} row{'s' * (len(lengths) > 1)} of {tokens} tokens"
-
-
-def operation(name: str) -> str:
-    """`aten.mm.default` -> `mm`, `inside aten.x.default` -> `inside x`."""
-    return re.sub(r"\b(?:aten|bitsandbytes)\.(\w+)\.\w+", r"\1", name)
 
 
 def gib(size: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -49,6 +50,11 @@ def ordered(categories: Iterable[str]) -> list[str]:
     """The categories in the order in which they are listed and drawn."""
     given = list(categories)
     return [name for name in CATEGORIES if name in given] + [name for name in given if name not in CATEGORIES]
+
+
+def operation(name: str) -> str:
+    """`aten.mm.default` -> `mm`, `inside aten.x.default` -> `inside x`."""
+    return re.sub(r"\b(?:aten|bitsandbytes)\.(\w+)\.\w+", r"\1", name)
 
 
 def beside_the_rule(found: Estimate) -> list[Difference]:

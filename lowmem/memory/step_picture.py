@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from lowmem.memory.beside import ordered
+from lowmem.memory.beside import operation, ordered
 from lowmem.memory.estimate import Estimate
 from lowmem.memory.picture import ALARM, GIB, GRID, INK, SOFT, colours, legend, new_figure, tidy, write
 from lowmem.memory.step import Step, Stretch
@@ -35,28 +35,49 @@ def draw(found: Estimate, step: Step, file: Path, card_bytes: int | None = None)
     layers = np.array([step.bytes[name] for name in names]) / GIB
     axes.stackplot(x, layers, colors=[shades[name] for name in names], linewidth=0, step="post")
     total = layers.sum(axis=0)
-    limit = 1.16 * max(total.max(), found.peak_reserved_bytes / GIB)
-    if card_bytes is not None and card_bytes / GIB < 2.2 * limit:
-        limit = max(limit, 1.06 * card_bytes / GIB)
+    limit = 1.3 * max(total.max(), found.peak_reserved_bytes / GIB)
+    usable = None if card_bytes is None else card_bytes / GIB
+    beyond = usable is not None and usable > 1.6 * limit  # its line would press the picture flat
+    if usable is not None and not beyond:
+        limit = max(limit, 1.06 * usable)
     axes.set_xlim(0, 1)
     axes.set_ylim(0, limit)
     axes.set_xticks([])
     axes.set_ylabel("GiB", fontsize=9.5, color=INK)
-    axes.set_xlabel("progress through the second optimizer step: tensors that come and go, not seconds",
-                    fontsize=9, color=SOFT, labelpad=6)  # fmt: skip
+    axes.set_xlabel(
+        "progress through the second optimizer step: tensors that come and go, not seconds",
+        fontsize=9,
+        color=SOFT,
+        labelpad=6,
+    )
     axes.grid(axis="y", color=GRID)
     tidy(axes)
     _phases(axes, step.stretches, where, limit)
     _level(axes, found.peak_reserved_bytes / GIB, f"reserved {found.peak_reserved_bytes / GIB:.2f} GiB", INK, limit)
-    if card_bytes is not None and card_bytes / GIB <= limit:
-        _level(axes, card_bytes / GIB, f"{card_bytes / GIB:.1f} GiB to use", ALARM, limit)
+    if usable is not None and not beyond:
+        _level(axes, usable, f"{usable:.1f} GiB to use", ALARM, limit)
     _peak(axes, found, x[step.peak], total[step.peak], limit)
+    card = f"; {usable:.1f} GiB to use are beyond the top" if beyond else ""
     rows = f"{len(found.lengths)} rows of {max(found.lengths):,} tokens"
-    figure.text(0.02, 0.945, f"{found.model}: memory within one optimizer step", fontsize=13, fontweight="bold",
-                color=INK, va="center")  # fmt: skip
-    figure.text(0.02, 0.893, f"predicted, live tensors by category; {rows}{_drawn(step)}", fontsize=9.5, color=SOFT,
-                va="center")  # fmt: skip
-    legend(figure, shades, loc="lower left", bbox_to_anchor=(0.01, 0.0), ncols=5, columnspacing=1.4)
+    figure.text(
+        0.02,
+        0.945,
+        f"{found.model}: memory within one optimizer step",
+        fontsize=13,
+        fontweight="bold",
+        color=INK,
+        va="center",
+    )
+    figure.text(
+        0.02,
+        0.893,
+        f"predicted, live tensors by category; {rows}{_drawn(step)}{card}",
+        fontsize=9.5,
+        color=SOFT,
+        va="center",
+    )
+    seen = {name: shades[name] for name, layer in zip(names, layers, strict=True) if layer.max() > total.max() / 500}
+    legend(figure, seen, loc="lower left", bbox_to_anchor=(0.01, 0.0), ncols=5, columnspacing=1.4)
     write(figure, file)
 
 
@@ -75,8 +96,15 @@ def _phases(axes: Any, stretches: Sequence[Stretch], where: Callable[[Any], Any]
         if number:
             axes.axvline(left, color=SOFT, linewidth=0.7, linestyle=(0, (4, 3)))
         if right - left > 0.04:
-            axes.text((left + right) / 2, 1.012 * limit, _NAMES.get(stretch.phase, stretch.phase), ha="center",
-                      va="bottom", fontsize=9, color=SOFT)  # fmt: skip
+            axes.text(
+                (left + right) / 2,
+                1.012 * limit,
+                _NAMES.get(stretch.phase, stretch.phase),
+                ha="center",
+                va="bottom",
+                fontsize=9,
+                color=SOFT,
+            )
 
 
 def _level(axes: Any, size: float, text: str, colour: str, limit: float) -> None:
@@ -85,14 +113,24 @@ def _level(axes: Any, size: float, text: str, colour: str, limit: float) -> None
 
 
 def _peak(axes: Any, found: Estimate, x: float, y: float, limit: float) -> None:
+    """A dot, and words in the free room above what is reserved."""
     place = f", {found.place}" if found.place else ""
-    words = f"{y:.2f} GiB: {found.phase}{place}\n{found.operation.removeprefix('aten.')}"
+    words = f"{y:.2f} GiB in {found.phase}{place}, at {operation(found.operation)}"
     right = x > 0.5
+    height = max(y, found.peak_reserved_bytes / GIB) + 0.07 * limit
     axes.plot([x], [y], marker="o", markersize=5, color=INK, zorder=5)
-    axes.annotate(words, (x, y), (x + (-0.035 if right else 0.035), 0.62 * y), fontsize=8.5, color="white",
-                  ha="right" if right else "left", va="center", zorder=6,
-                  bbox={"boxstyle": "round,pad=0.35", "facecolor": INK, "linewidth": 0, "alpha": 0.92},
-                  arrowprops={"arrowstyle": "-", "color": INK, "linewidth": 1.0, "shrinkB": 4})  # fmt: skip
+    axes.annotate(
+        words,
+        (x, y),
+        (x + (0.02 if right else -0.02), height),
+        fontsize=9,
+        color="white",
+        ha="right" if right else "left",
+        va="bottom",
+        zorder=6,
+        bbox={"boxstyle": "round,pad=0.35", "facecolor": INK, "linewidth": 0},
+        arrowprops={"arrowstyle": "-", "color": INK, "linewidth": 1.0, "shrinkB": 4, "relpos": (1 if right else 0, 0)},
+    )
 
 
 def _drawn(step: Step) -> str:

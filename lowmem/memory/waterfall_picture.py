@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from lowmem.memory.beside import ordered
 from lowmem.memory.picture import ALARM, GIB, GRID, INK, SOFT, colours, legend, new_figure, tidy, write
 from lowmem.memory.waterfall import RULE, Bar, Waterfall
 
+_LEFT, _RIGHT = 0.2, 0.83  # of the figure's width
 _ENLARGE_FROM = 6  # times the lowest bar, from which on the highest needs a view of its own
 
 
@@ -26,29 +28,41 @@ def draw(found: Waterfall, file: Path, card_bytes: int | None = None) -> None:
     focus = max(2.2 * lowest, 1.1 * (card_bytes or 0)) / GIB
     enlarged = highest > _ENLARGE_FROM * lowest and focus < highest / GIB
     figure = new_figure(10.5, 2.1 + 0.42 * len(bars))
-    width = 0.72
     shades = colours(ordered(dict.fromkeys(name for bar in bars for name in bar.ledger)))
     top, bottom = 1 - 1.0 / figure.get_figheight(), 1.05 / figure.get_figheight()
     if enlarged:
         grid = figure.add_gridspec(
-            1, 2, width_ratios=(0.3, 0.7), wspace=0.06, left=1 - width - 0.045, right=0.955, top=top, bottom=bottom
+            1, 2, width_ratios=(0.3, 0.7), wspace=0.06, left=_LEFT, right=_RIGHT, top=top, bottom=bottom
         )
         whole, near = (figure.add_subplot(cell) for cell in grid)
         _bars(near, bars, shades, focus)
         _heading(near, f"enlarged: 0 to {focus:.0f} GiB")
         _heading(whole, "to scale")
     else:
-        whole = near = figure.add_axes((1 - width - 0.045, bottom, width, top - bottom))
+        whole = near = figure.add_axes((_LEFT, bottom, _RIGHT - _LEFT, top - bottom))
     _bars(whole, bars, shades, highest * (1.0 if enlarged else 1.12) / GIB, values=not enlarged)
     _names(whole, bars)
+    _columns(near, bars)
     if card_bytes is not None:
         _card_line(near, card_bytes, len(bars))
     longest, rows = max(found.lengths), len(found.lengths)
-    figure.text(0.02, 1 - 0.3 / figure.get_figheight(), f"{found.model}: from plain full fine-tuning down",
-                fontsize=13, fontweight="bold", color=INK, va="center")  # fmt: skip
-    figure.text(0.02, 1 - 0.58 / figure.get_figheight(),
-                f"predicted peak of reserved GPU memory, GiB; {rows} rows of {longest:,} tokens per optimizer step",
-                fontsize=9.5, color=SOFT, va="center")  # fmt: skip
+    figure.text(
+        0.02,
+        1 - 0.3 / figure.get_figheight(),
+        f"{found.model}: from plain full fine-tuning down",
+        fontsize=13,
+        fontweight="bold",
+        color=INK,
+        va="center",
+    )
+    figure.text(
+        0.02,
+        1 - 0.58 / figure.get_figheight(),
+        f"predicted peak of reserved GPU memory, GiB; {rows} rows of {longest:,} tokens per optimizer step",
+        fontsize=9.5,
+        color=SOFT,
+        va="center",
+    )
     legend(figure, shades, loc="lower left", bbox_to_anchor=(0.01, 0.0), ncols=5, columnspacing=1.4)
     write(figure, file)
 
@@ -59,8 +73,16 @@ def _bars(axes: Any, bars: Sequence[Bar], shades: dict[str, str], limit: float, 
         for name in ordered(bar.ledger):
             size = bar.ledger[name] / GIB
             shown = min(size, max(0.0, limit - left))
-            axes.barh(place, shown, left=left, height=0.66, color=shades[name], linewidth=0,
-                      hatch="///" if bar.name == RULE else None, edgecolor="white")  # fmt: skip
+            axes.barh(
+                place,
+                shown,
+                left=left,
+                height=0.66,
+                color=shades[name],
+                linewidth=0,
+                hatch="///" if bar.name == RULE else None,
+                edgecolor="white",
+            )
             left += size
         if not values:
             continue
@@ -68,11 +90,22 @@ def _bars(axes: Any, bars: Sequence[Bar], shades: dict[str, str], limit: float, 
             _torn(axes, place, limit)
         text = f"{left:,.1f}" if left < 100 else f"{left:,.0f}"
         if left > 0.93 * limit:
-            axes.text(limit * 0.965, place, text, ha="right", va="center", fontsize=9, fontweight="bold", color="white",
-                      bbox={"boxstyle": "round,pad=0.25", "facecolor": INK, "linewidth": 0})  # fmt: skip
+            axes.text(
+                limit * 0.965,
+                place,
+                text,
+                ha="right",
+                va="center",
+                fontsize=9,
+                fontweight="bold",
+                color="white",
+                zorder=4,
+                bbox={"boxstyle": "round,pad=0.25", "facecolor": INK, "linewidth": 0},
+            )
         else:
-            axes.text(left + 0.008 * limit, place, text, ha="left", va="center", fontsize=9.5, fontweight="bold",
-                      color=INK)  # fmt: skip
+            axes.text(
+                left + 0.008 * limit, place, text, ha="left", va="center", fontsize=9.5, fontweight="bold", color=INK
+            )
     axes.set_ylim(len(bars) - 0.5, -0.5)
     axes.set_xlim(0, limit)
     axes.set_yticks([])
@@ -93,6 +126,40 @@ def _names(axes: Any, bars: Sequence[Bar]) -> None:
     axes.tick_params(axis="y", pad=6)
 
 
+def _columns(axes: Any, bars: Sequence[Bar]) -> None:
+    """To the right of the bars: what each technique saves, and what it costs in time."""
+    timed = any(bar.step_seconds for bar in bars)
+    columns = [("saves", [_saved(bar) for bar in bars])]
+    if timed:
+        columns.append(("time", [_factor(before, bar) for before, bar in pairwise([None, *bars])]))
+    for number, (head, cells) in enumerate(columns):
+        x = 1.145 + 0.13 * number
+        for place, cell in [(-0.62, head), *enumerate(cells)]:
+            axes.text(
+                x,
+                place,
+                cell,
+                transform=axes.get_yaxis_transform(),
+                ha="right",
+                va="center",
+                fontsize=9,
+                color=SOFT if cell == head else INK,
+            )
+
+
+def _saved(bar: Bar) -> str:
+    if bar.saved_bytes is None:
+        return ""
+    size = bar.saved_bytes / GIB
+    return f"{size:,.0f}" if abs(size) >= 100 else f"{size:,.1f}" if abs(size) >= 10 else f"{size:,.2f}"
+
+
+def _factor(before: Bar | None, bar: Bar) -> str:
+    if before is None or not before.step_seconds or not bar.step_seconds:
+        return ""
+    return f"x {bar.step_seconds / before.step_seconds:.2f}"
+
+
 def _heading(axes: Any, text: str) -> None:
     axes.set_title(text, fontsize=8.5, color=SOFT, loc="left", pad=4)
 
@@ -101,5 +168,5 @@ def _card_line(axes: Any, card_bytes: int, count: int) -> None:
     size = card_bytes / GIB
     if size > axes.get_xlim()[1]:
         return
-    axes.axvline(size, color=ALARM, linewidth=1.3)
+    axes.axvline(size, color=ALARM, linewidth=1.3, zorder=1.5)  # behind the values
     axes.text(size, -0.56, f"{size:.1f} GiB to use", fontsize=8.5, color=ALARM, va="bottom", ha="center")
