@@ -265,6 +265,16 @@ def test_grouped_heads_are_expanded() -> None:
     assert grouped[0].kind == "attention"
 
 
+def test_rows_of_several_lengths_in_one_call() -> None:
+    """Attention over packed samples, whose lengths are not to be seen on meta, counts each as the longest."""
+    query, starts = meta(100, 4, 16), torch.empty(3, dtype=torch.int32, device="meta")
+    work = Work()
+    with Trace(None, work):
+        aten._flash_attention_forward(query, query, query, starts, starts, 60, 60, 0.0, True, False)
+    (found,) = (c for _, c in work.counts)
+    assert (found.kind, found.flops) == ("attention", 2 * (2 * 4 * 60 * 60) * 16)
+
+
 def test_integers_and_experts() -> None:
     import lowmem.libraries
 

@@ -108,7 +108,8 @@ def costs_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: 
     traffic = _traffic(name, func, args, kwargs, result)
     if formula is not None:
         flops = formula(*args, **kwargs, out_val=result)
-        return (Cost(name, "matmul", _dtype(args), flops, traffic),)
+        kind: Kind = "attention" if "attention" in name else "matmul"
+        return (Cost(name, kind, _dtype(args), flops / 2 if _causal(func, args, kwargs) else flops, traffic),)
     values = sum(t.numel() for t in _tensors((result,))) or sum(t.numel() for t in _tensors(args[:1]))
     lists = any(isinstance(a, list | tuple) and a and isinstance(a[0], Tensor) for a in args)
     launches = 1 + values / _FOREACH_VALUES if lists and name.startswith(("_foreach", "_fused")) else 1
@@ -188,10 +189,16 @@ def _attention(name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, A
     batch, heads, length, width = query.shape
     scores = batch * heads * length * key.shape[2]
     flops = 2 * scores * ((3 * width + 2 * value.shape[3]) if backward else (width + value.shape[3]))
-    place = [argument.name for argument in func._schema.arguments].index("is_causal")
-    causal = args[place] if place < len(args) else kwargs.get("is_causal", False)
     traffic = _traffic(name, func, args, kwargs, result)
-    return (Cost(name, "attention", _dtype((query,)), flops / 2 if causal else flops, traffic),)
+    return (Cost(name, "attention", _dtype((query,)), flops / 2 if _causal(func, args, kwargs) else flops, traffic),)
+
+
+def _causal(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operation is attention under a causal mask, of which it computes one half."""
+    places = [place for place, argument in enumerate(func._schema.arguments) if argument.name == "is_causal"]
+    if not places:
+        return False
+    return bool(args[places[0]] if places[0] < len(args) else kwargs.get("is_causal", False))
 
 
 def _gemm_4bit(name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> tuple[Cost, ...]:
