@@ -110,12 +110,10 @@ def _trainer(model: nn.Module, rows: Any, numbers: TrainingConfig, strategies: S
         """Leaves out micro-batches that would show nothing new."""
 
         rows_per_pass = 0  # the most there were
-        passes = passes_run = 0  # of both steps: in all, and those that were not left out
 
         def _forward_backward(self, micro_batches: list[list[Sample]], divisor: float | Tensor) -> Tensor:
             self.rows_per_pass = max(self.rows_per_pass, *map(len, micro_batches))
             kept = telling(micro_batches, most=1 if self.run.global_step == 0 else 2)
-            self.passes, self.passes_run = self.passes + len(micro_batches), self.passes_run + len(kept)
             return super()._forward_backward(kept, divisor)
 
     return Brief(model, rows, training=numbers, strategies=strategies)

@@ -7,15 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from lowmem.config import ModelConfig, TrainingConfig
-from lowmem.loading import model_without_data
+from lowmem.loading import load_model_config, model_without_data
 from lowmem.memory.meta import Device
 from lowmem.memory.predict import record
-from lowmem.memory.shapes import find_config
 from lowmem.memory.trace import Trace
-from lowmem.memory.work import Work
 from lowmem.model import resize_embeddings
 from lowmem.strategy import Strategy
 
@@ -88,11 +87,11 @@ class Subject:
         device: Device = "cuda",
         layers: int | None = None,
         look: Callable[[Trainer], None] | None = None,
-        work: Work | None = None,
     ) -> Trace:
         """Two optimizer steps on rows of these lengths; see `predict.record`."""
-        strategies = copy.deepcopy(list(self.strategies))
-        return record(self.make_model(layers), self.training, strategies, device, lengths, look, work)
+        return record(
+            self.make_model(layers), self.training, copy.deepcopy(list(self.strategies)), device, lengths, look
+        )
 
     @property
     def shallow(self) -> int | None:
@@ -131,7 +130,11 @@ def _is_recipe(name: str) -> bool:
 
 def model_config(model: ModelConfig) -> Any:
     """The transformers configuration a model will be loaded with, its dtype as loading would set it."""
-    config = copy.deepcopy(find_config(model))
+    config = copy.deepcopy(load_model_config(model))
+    if model.dtype != "auto":
+        config.dtype = getattr(torch, model.dtype)
+    elif isinstance(config.dtype, str):
+        config.dtype = getattr(torch, config.dtype)
     if model.attn_implementation:
         config._attn_implementation = model.attn_implementation
     return config
