@@ -33,8 +33,8 @@ def block(found: Estimate) -> str:
     place = f", {found.place}" if found.place else ""
     lines = [
         BEGIN.ljust(WIDTH, "-"),
-        f"# On a GPU, {count} row{'s' * (count > 1)} of {longest:,} tokens per optimizer step. {name} at the peak, which "
-        f"comes in {found.phase}{place}:",
+        f"# On a GPU, with {count} row{'s' * (count > 1)} of {longest:,} tokens per step, all of them targets.",
+        f"# {name} at the peak, which comes in {found.phase}{place}:",
     ]
     shown = {c: s for c, s in found.ledger.items() if s >= 0.001 * found.peak_reserved_bytes}
     lines += [figure(shown[category] / unit, category) for category in ordered(shown)]

@@ -16,6 +16,7 @@ from lowmem.memory.estimate import GIB, Estimate
 from lowmem.memory.waterfall import Bar, Waterfall
 
 _WIDTH = 100
+MIB = 1024**2
 _HOLDER = re.compile(r"(?P<what>.*) \[(?P<shape>[\d, ]*)\] (?P<phase>[\w ]+)")
 
 
@@ -127,7 +128,7 @@ def _holders(found: Estimate) -> Table:
 
 
 def _bars(found: Waterfall) -> Table:
-    timed, host = found.card is not None, any(bar.host_bytes for bar in found.bars)
+    timed, host = found.card is not None, any(bar.host_bytes > MIB for bar in found.bars)
     heads = ["reserved", "saves", "in use", *(["host"] if host else []), *(["step, s", "time"] if timed else [])]
     table = _table("GiB", *heads, caption=f"time: predicted for {found.card} with memory enough" if timed else None)
     for before, bar in pairwise([None, *found.bars]):

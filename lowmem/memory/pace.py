@@ -32,8 +32,18 @@ def step_seconds(subject: Subject, lengths: Sequence[int], card: Card) -> float:
 
 def _work(subject: Subject, lengths: Sequence[int], layers: int | None) -> Work:
     """What one optimizer step does: half of two steps, with the micro-batches that were left out of them."""
-    work = Work()
-    seen: list[Any] = []
-    subject.trace(lengths, layers=layers, look=seen.append, work=work)
-    share = seen[0].passes / seen[0].passes_run
-    return work.scaled(dict.fromkeys(_PASSES, share)) * 0.5
+    work, seen, passes = Work(), [], 0
+
+    def look(trainer: Any) -> None:
+        inner = trainer.loss
+
+        def counted(*arguments: Any) -> Any:
+            nonlocal passes
+            passes += 1
+            return inner(*arguments)
+
+        trainer.loss = counted
+        seen.append(trainer)
+
+    subject.trace(lengths, layers=layers, look=look, work=work)
+    return work.scaled(dict.fromkeys(_PASSES, 2 * seen[0].micro_batches / passes)) * 0.5

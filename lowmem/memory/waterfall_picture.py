@@ -131,7 +131,7 @@ def _columns(axes: Any, bars: Sequence[Bar]) -> None:
     timed = any(bar.step_seconds for bar in bars)
     columns = [("saves", [_saved(bar) for bar in bars])]
     if timed:
-        columns.append(("time", [_factor(before, bar) for before, bar in pairwise([None, *bars])]))
+        columns.append(("time", ["", *(_factor(before, bar) for before, bar in pairwise(bars))]))
     for number, (head, cells) in enumerate(columns):
         x = 1.145 + 0.13 * number
         for place, cell in [(-0.62, head), *enumerate(cells)]:
@@ -154,8 +154,8 @@ def _saved(bar: Bar) -> str:
     return f"{size:,.0f}" if abs(size) >= 100 else f"{size:,.1f}" if abs(size) >= 10 else f"{size:,.2f}"
 
 
-def _factor(before: Bar | None, bar: Bar) -> str:
-    if before is None or not before.step_seconds or not bar.step_seconds:
+def _factor(before: Bar, bar: Bar) -> str:
+    if not before.step_seconds or not bar.step_seconds:
         return ""
     return f"x {bar.step_seconds / before.step_seconds:.2f}"
 
