@@ -28,7 +28,7 @@ from lowmem.memory.trace import Trace
 
 ROOT = Path(__file__).parents[1]
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
-CONFIG = LlamaConfig(num_hidden_layers=4, vocab_size=512, dtype="float32", **SIZES)
+CONFIG = LlamaConfig(num_hidden_layers=3, vocab_size=512, dtype="float32", **SIZES)
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -70,29 +70,26 @@ def refusal(*arguments: str) -> str:
 
 
 def test_the_facts_as_json_and_the_ledger_adds_up(folder):
-    found = json.loads(lowmem("estimate", "tiny.yaml", "--gpu-memory", "1GiB", "--json"))
+    found = json.loads(lowmem("estimate", "tiny.yaml", "--gpu-memory", "512MiB", "--json"))
     assert sum(found["ledger"].values()) == found["peak_reserved_bytes"] <= found["needed_bytes"] - GIB // 2
     assert found["peak_allocated_bytes"] <= found["peak_reserved_bytes"]
     assert {"host_bytes", "pinned_bytes", "phases", "rule_of_thumb"} <= set(found)
     for phase in found["phases"].values():
         assert sum(phase["ledger"].values()) == phase["peak_bytes"] > 0
-    assert found["fits"] is True
-    assert found["gpu_memory_bytes"] == GIB
+    assert found["fits"] is False
+    assert found["gpu_memory_bytes"] == GIB // 2
 
 
 def test_the_text_fits_100_columns_and_says_what_matters(folder):
     text = lowmem("estimate", "tiny.yaml", "--gpu-memory", "24GiB")
-    assert max(map(len, text.splitlines())) <= 100
+    *lines, models = text.splitlines()  # the last line holds a path
+    assert max(map(len, lines)) <= 100
+    assert models.startswith("What fits a card: lowmem plan --model ")
     assert text.startswith("tiny needs 0.5")
     assert "4 rows of 64 tokens per optimizer step" in text
     assert "fits, with 23." in text
     for words in ("at the peak", "rule of thumb", "as the rule says", "not in the rule", "lowmem waterfall tiny.yaml"):
         assert words in text, words
-
-
-def test_a_card_that_is_too_small(folder):
-    assert "does not fit: 0." in lowmem("estimate", "tiny.yaml", "--gpu-memory", "256MiB")
-    assert json.loads(lowmem("estimate", "tiny", "--gpu-memory", "256MiB", "--json"))["fits"] is False
 
 
 def test_what_is_within_the_tolerance_is_not_called_fitting():
@@ -105,8 +102,9 @@ def test_what_is_within_the_tolerance_is_not_called_fitting():
 def test_a_model_alone_is_trained_fully(folder):
     few = json.loads(lowmem("estimate", "tiny/config.json", "--seq-length", "32", "--batch-size", "2", "--json"))
     assert few["lengths"] == [32, 32]
-    weights = 16 * few["rule_of_thumb"]["parameters"]  # float32: weights, gradients, two moments
-    assert weights <= few["peak_allocated_bytes"] < 2 * weights
+    weights = 4 * few["rule_of_thumb"]["parameters"]
+    assert few["ledger"]["weights, trainable"] == weights
+    assert few["ledger"]["optimizer state"] == pytest.approx(2 * weights, rel=0.01)
 
 
 def test_a_known_shape_needs_no_config_and_no_weights():
@@ -132,7 +130,7 @@ def test_each_difference_to_the_rule_has_its_reason():
     assert plain["weights"] == plain["optimizer state"] == "as the rule says"
     assert "x the rule's one hidden state per layer: all that" in plain["activations"]
     assert plain["allocator slack"].startswith("not in the rule")
-    lean = why(GradientCheckpointing(), AdamW8bit(min_8bit_size=0), length=512)
+    lean = why(GradientCheckpointing(), AdamW8bit(), length=512)
     assert "bytes for each trained weight, not 8" in lean["optimizer state"]
     assert not lean["activations"].endswith("all that backward passes of layers need is kept")
 
@@ -202,13 +200,16 @@ def test_a_picture_that_can_be_read(folder):
     pytest.importorskip("matplotlib")
     from matplotlib.image import imread
 
+    from lowmem.memory.step_picture import draw
+
     lowmem("estimate", "tiny.yaml", "--gpu-memory", "1GiB", "--plot", "step.png")
     assert (folder / "step.png").read_bytes().startswith(PNG)
     height, width, _ = imread(folder / "step.png").shape
     assert width > height > 500
-    lowmem("estimate", "tiny.yaml", "--plot", "step.svg")
+    step, found = recorded(LoRA(r=4))
+    draw(found, step, folder / "step.svg")
     texts = "".join(ElementTree.parse(folder / "step.svg").getroot().itertext())
-    assert "memory within one optimizer step" in texts
+    assert "tiny: memory within one optimizer step" in texts
 
 
 def recorded(*strategies, **numbers) -> tuple[Trace, object]:
@@ -253,7 +254,7 @@ def test_the_figures_in_a_recipes_comments_are_those_predicted():
     assert script.complaints(text, found) == []
     written = next(line for line in text.splitlines() if line.endswith("optimizer state"))
     wrong = text.replace(written, script.figure(2 * found.ledger["optimizer state"] / GIB, "optimizer state"))
-    assert ["optimizer state"] == [line.split(":")[0] for line in script.complaints(wrong, found)]
+    assert [line.split(":")[0] for line in script.complaints(wrong, found)] == ["optimizer state"]
     assert script.complaints("model: {}", found)
 
 

@@ -19,12 +19,13 @@ from lowmem import (
     Quantization,
     Strategy,
 )
+from lowmem.cli.memory_tables import show_waterfall
 from lowmem.memory.cards import card
 from lowmem.memory.estimate import estimate
 from lowmem.memory.pace import step_seconds
 from lowmem.memory.subject import read_subject
 from lowmem.memory.trace import Trace
-from lowmem.memory.waterfall import PLAIN, RULE, _rule, _size, waterfall
+from lowmem.memory.waterfall import PLAIN, RULE, _rule, _size, _way_down, waterfall
 from lowmem.memory.work import Work
 from lowmem.strategy import Stage, Trait
 
@@ -37,7 +38,7 @@ def names(found) -> list[str]:
 
 
 def test_the_last_bar_is_the_estimate_and_the_savings_add_up():
-    run = subject(GradientCheckpointing(), GradientAccumulation(micro_batch_size=1), AdamW8bit(min_8bit_size=0))
+    run = subject(GradientCheckpointing(), GradientAccumulation(micro_batch_size=1), AdamW8bit())
     found, whole = waterfall(run), estimate(run)
     assert names(found) == [RULE, PLAIN, "gradient_checkpointing", "gradient_accumulation", "adamw_8bit"]
     last, plain = found.bars[-1], found.bars[1]
@@ -47,13 +48,6 @@ def test_the_last_bar_is_the_estimate_and_the_savings_add_up():
     assert sum(bar.saved_bytes for bar in found.bars[2:]) == plain.peak_reserved_bytes - last.peak_reserved_bytes > 0
     assert plain.peak_reserved_bytes == estimate(run.with_strategies([])).peak_reserved_bytes
     assert found.notes == []
-
-
-def test_what_needs_a_later_one_waits_for_it_and_is_told():
-    found = waterfall(subject(Quantization(), EMA(), LoRA(r=4)))
-    assert names(found)[2:] == ["ema", "lora", "quantization"]
-    assert found.notes[0].startswith("quantization comes with or after ")
-    assert "trainable" in found.notes[0]
 
 
 @dataclass
@@ -70,9 +64,31 @@ class Right(Strategy):
     provides = frozenset({Trait.AUTOCAST})
 
 
+@dataclass
+class After(Strategy):
+    stage: ClassVar[Stage] = Stage.KERNEL
+    needs = frozenset({Trait.RECOMPUTE})
+
+
+def order(*strategies) -> tuple[list[str], list[str]]:
+    """What is added at each step, and the notes; nothing is traced."""
+    notes: list[str] = []
+    steps = _way_down(subject(*strategies), lambda _: None, None, notes)
+    return [" + ".join(s.name for s in group) for group, _ in steps], notes
+
+
+def test_what_needs_a_later_one_waits_for_it_and_is_told():
+    steps, notes = order(Quantization(), MixedPrecision(), LoRA(r=4), AdamW8bit())
+    assert steps == ["mixed_precision", "lora", "quantization", "adamw_8bit"]
+    assert notes[0].startswith("quantization comes with or after mixed_precision. Before: ")
+    assert "trainable" in notes[0]
+    assert notes[1].startswith("quantization comes with or after lora. ")
+
+
 def test_two_that_need_each_other_come_together():
-    found = waterfall(subject(Left(), LoRA(r=4), Right()))
-    assert [bar.strategies for bar in found.bars[2:]] == [("lora",), (Left().name, Right().name)]
+    both = f"{Left().name} + {Right().name}"
+    assert order(Left(), EMA(), Right())[0] == ["ema", both]
+    assert order(After(), Left(), Right())[0] == [both, After().name]
 
 
 def test_without_techniques_the_plain_loop_is_the_recipe():
@@ -113,32 +129,38 @@ def test_two_shallow_traces_tell_the_time_of_all_layers(strategies):
     assert step_seconds(run, [64] * 4, CARD) == pytest.approx(sum(times.values()) / 2, rel=1e-6)
 
 
-def test_recomputing_costs_time_and_the_first_bars_have_none_before_them():
-    found = waterfall(subject(GradientCheckpointing(), length=512, rows=8), card=CARD)
-    rule, plain, recomputed = (bar.step_seconds for bar in found.bars)
+@pytest.fixture(scope="module")
+def down():
+    return waterfall(subject(Quantization(), LoRA(r=4), GradientCheckpointing(), length=512, rows=8), card=CARD)
+
+
+def test_recomputing_costs_time_and_the_rule_has_none(down):
+    rule, plain, lora, quantized, recomputed = (bar.step_seconds for bar in down.bars)
     assert rule is None
-    assert 1.05 < recomputed / plain < 1.5
-    assert found.card == "RTX 4090"
+    assert min(plain, lora) > 0
+    assert 1.05 < recomputed / quantized < 1.5
+    assert down.card == "RTX 4090"
 
 
-# -- the command ------------------------------------------------------------------------------------------------------
+# -- what is printed, drawn and handed to programs --------------------------------------------------------------------
 
 
-def test_the_command_prints_draws_and_gives_facts(folder):
-    pytest.importorskip("matplotlib")
-    text = lowmem("waterfall", "tiny.yaml", "--gpu-memory", "12GiB", "--plot", "down.png")
+def test_the_tables_fit_100_columns_and_say_what_matters(down, capsys):
+    show_waterfall(down, 12 * 2**30)
+    text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 100
-    assert "+ gradient_checkpointing" in text
-    assert "note: quantization comes with or after lora" in " ".join(text.split())
-    assert "RTX 3060" in text
-    assert "A card with 12 GiB: fits" in text
+    words = ("+ gradient_checkpointing", "note: quantization comes with or after lora", "RTX 4090", "bytes x 4 =")
+    assert all(word in " ".join(text.split()) for word in (*words, "A card with 12 GiB: fits"))
+
+
+def test_the_command_draws_and_gives_facts(folder):
+    pytest.importorskip("matplotlib")
+    found = json.loads(lowmem("waterfall", "tiny.yaml", "strategies.quantization=null", "--plot", "down.png", "--json"))
     assert (folder / "down.png").read_bytes().startswith(PNG)
-    found = json.loads(lowmem("waterfall", "tiny.yaml", "--json"))
-    whole = json.loads(lowmem("estimate", "tiny.yaml", "--json"))
     keys = {"peak_reserved_bytes", "peak_allocated_bytes", "host_bytes", "pinned_bytes", "ledger"}
     assert all(keys | {"saved_bytes", "step_seconds", "strategies"} <= set(bar) for bar in found["bars"])
-    assert {key: found["bars"][-1][key] for key in keys} == {key: whole[key] for key in keys}
-    assert found["final"] == whole
+    assert {key: found["bars"][-1][key] for key in keys} == {key: found["final"][key] for key in keys}
+    assert found["card"] == "RTX 4090"
 
 
 def test_an_unknown_card_gets_the_nearest_name(folder):

@@ -11,7 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from lowmem.memory.beside import Difference, beside_the_rule, operation, ordered
+from lowmem.memory.beside import Difference, beside_the_rule, operation, ordered, short
 from lowmem.memory.estimate import GIB, Estimate
 from lowmem.memory.waterfall import Bar, Waterfall
 
@@ -29,14 +29,19 @@ def show_estimate(found: Estimate, card: int | None, asked: str) -> None:
         asked: the recipe or model as the user wrote it.
     """
     if found.device == "cuda":
-        print(f"{found.model} needs {gib(found.needed_bytes)} of GPU memory ({rows(found.lengths)} per optimizer step)")
+        print(
+            f"{short(found.model)} needs {gib(found.needed_bytes)} of GPU memory "
+            f"({rows(found.lengths)} per optimizer step)"
+        )
         _line(
             "card",
             f"{gib(found.peak_reserved_bytes)} reserved by PyTorch, {gib(found.peak_allocated_bytes)} of them in use; "
             f"{gib(found.context_bytes)} for CUDA itself",
         )
     else:
-        print(f"{found.model} needs {gib(found.peak_allocated_bytes)} for tensors ({rows(found.lengths)} per step)")
+        print(
+            f"{short(found.model)} needs {gib(found.peak_allocated_bytes)} for tensors ({rows(found.lengths)} per step)"
+        )
     place = f", {found.place}" if found.place else ""
     _line("peak", f"in phase {found.phase}{place}, at {operation(found.operation)}")
     if found.device == "cuda":
@@ -49,17 +54,18 @@ def show_estimate(found: Estimate, card: int | None, asked: str) -> None:
     _print(_ledger(found))
     _print(_beside(beside_the_rule(found), "predicted peak"))
     _print(_holders(found))
-    print(f"What each technique saves: lowmem waterfall {asked}")
-    print(f"What fits a card: lowmem plan --model {found.model} --gpu-memory 24GiB")
+    if found.device == "cuda":
+        print(f"What each technique saves: lowmem waterfall {asked}")
+        print(f"What fits a card: lowmem plan --model {found.model} --gpu-memory 24GiB")
 
 
 def show_waterfall(found: Waterfall, card: int | None) -> None:
     """The bars as a table, and why the plain loop is not what the rule says."""
-    print(f"{found.model}: predicted peak with {rows(found.lengths)} per optimizer step")
+    print(f"{short(found.model)}: predicted peak with {rows(found.lengths)} per optimizer step")
     _print(_bars(found))
     for note in found.notes:
         _print(f"note: {note}")
-    print(
+    _print(
         f"The rule counts {found.parameters:,} weights x {found.bytes_per_parameter} bytes x 4 = "
         f"{found.bars[0].peak_reserved_bytes:,} bytes. What the plain loop needs beside it:"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lowmem.memory.rule_of_thumb import MemoryEstimate
@@ -50,6 +51,14 @@ def ordered(categories: Iterable[str]) -> list[str]:
     """The categories in the order in which they are listed and drawn."""
     given = list(categories)
     return [name for name in CATEGORIES if name in given] + [name for name in given if name not in CATEGORIES]
+
+
+def short(model: str) -> str:
+    """A model's name for a heading: a path's last part."""
+    path = Path(model)
+    if not path.is_absolute():
+        return model
+    return path.parent.name if path.name == "config.json" else path.name
 
 
 def operation(name: str) -> str:

@@ -84,9 +84,9 @@ def write(figure: Any, file: Path) -> None:
     Raises:
         UserError: the disk is full or refuses.
     """
-    with disk_errors(file):
-        # no date: the same numbers give the same file
-        figure.savefig(file, metadata=None if file.suffix.lower() == ".png" else {_DATES[file.suffix.lower()]: None})
+    from matplotlib import rc_context
 
-
-_DATES = {".svg": "Date", ".pdf": "CreationDate"}
+    # no date and fixed names of parts: the same numbers give the same file; text stays text
+    dates = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
+    with disk_errors(file), rc_context({"svg.fonttype": "none", "svg.hashsalt": "lowmem"}):
+        figure.savefig(file, metadata=dates.get(file.suffix.lower()))

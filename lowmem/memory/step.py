@@ -89,13 +89,11 @@ def _stretches(trace: Trace, first: int, last: int) -> list[Stretch]:
 
 
 def _without_slivers(stretches: list[Stretch]) -> list[Stretch]:
-    """A pass of a handful of events (the loss of the batch is added up) belongs to what comes before it."""
-    least = stretches[-1].end / 500
+    """A pass without a backward one (the losses of the batch are added up) belongs to what comes before it."""
     kept: list[Stretch] = []
-    for stretch in stretches:
-        if kept and (
-            stretch.phase == kept[-1].phase or (stretch.phase != "step" and stretch.end - stretch.start < least)
-        ):
+    for stretch, after in zip(stretches, [*stretches[1:], None], strict=True):
+        trailing = stretch.phase == "forward" and (after is None or after.phase == "step")
+        if kept and (trailing or stretch.phase == kept[-1].phase):
             kept[-1] = Stretch(kept[-1].phase, kept[-1].start, stretch.end)
         else:
             kept.append(stretch)

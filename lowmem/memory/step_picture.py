@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from lowmem.memory.beside import operation, ordered
+from lowmem.memory.beside import operation, ordered, short
 from lowmem.memory.estimate import Estimate
 from lowmem.memory.picture import ALARM, GIB, GRID, INK, SOFT, colours, legend, new_figure, tidy, write
 from lowmem.memory.step import Step, Stretch
@@ -57,12 +57,12 @@ def draw(found: Estimate, step: Step, file: Path, card_bytes: int | None = None)
     if usable is not None and not beyond:
         _level(axes, usable, f"{usable:.1f} GiB to use", ALARM, limit)
     _peak(axes, found, x[step.peak], total[step.peak], limit)
-    card = f"; {usable:.1f} GiB to use are beyond the top" if beyond else ""
+    card = f"; the {usable:.1f} GiB of the card lie above the top edge" if beyond else ""
     rows = f"{len(found.lengths)} rows of {max(found.lengths):,} tokens"
     figure.text(
         0.02,
         0.945,
-        f"{found.model}: memory within one optimizer step",
+        f"{short(found.model)}: memory within one optimizer step",
         fontsize=13,
         fontweight="bold",
         color=INK,

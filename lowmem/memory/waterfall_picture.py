@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from lowmem.memory.beside import ordered
+from lowmem.memory.beside import ordered, short
 from lowmem.memory.picture import ALARM, GIB, GRID, INK, SOFT, colours, legend, new_figure, tidy, write
 from lowmem.memory.waterfall import RULE, Bar, Waterfall
 
@@ -49,7 +49,7 @@ def draw(found: Waterfall, file: Path, card_bytes: int | None = None) -> None:
     figure.text(
         0.02,
         1 - 0.3 / figure.get_figheight(),
-        f"{found.model}: from plain full fine-tuning down",
+        f"{short(found.model)}: from plain full fine-tuning down",
         fontsize=13,
         fontweight="bold",
         color=INK,
