@@ -105,7 +105,8 @@ class Quantization(Strategy):
                     quant_type=self.format,
                 )
         if self.format == "int8":
-            new.weight = bnb.nn.Int8Params(linear.weight.data, requires_grad=False, has_fp16_weights=False).to(device)
+            new.weight = bnb.nn.Int8Params(linear.weight.data, requires_grad=False, has_fp16_weights=False)
+            new.weight = new.weight._quantize(device)
         else:
             new.weight = bnb.nn.Params4bit(
                 linear.weight.data,
