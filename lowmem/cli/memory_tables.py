@@ -11,7 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from lowmem.memory.beside import Difference, beside_the_rule, operation, ordered, short
+from lowmem.memory.beside import Difference, beside_the_rule, operation, ordered, rows, short
 from lowmem.memory.estimate import GIB, Estimate
 from lowmem.memory.waterfall import Bar, Waterfall
 
@@ -50,7 +50,7 @@ def show_estimate(found: Estimate, card: int | None, asked: str) -> None:
         _line("nearby", f"lengths within 1 % reserve {gib(low)} to {gib(high)}; the highest counts")
     _line("tolerance", found.error_band)
     if card is not None:
-        _line(f"{card / GIB:g} GiB", verdict(found, card))
+        _line(f"{card / GIB:.4g} GiB", verdict(found, card))
     _print(_ledger(found))
     _print(_beside(beside_the_rule(found), "predicted peak"))
     _print(_holders(found))
@@ -71,7 +71,7 @@ def show_waterfall(found: Waterfall, card: int | None) -> None:
     )
     _print(_beside(found.differences, "plain loop"))
     if card is not None:
-        print(f"A card with {card / GIB:g} GiB: {verdict(found.final, card)}")
+        print(f"A card with {card / GIB:.4g} GiB: {verdict(found.final, card)}")
 
 
 def verdict(found: Estimate, card: int) -> str:
@@ -83,13 +83,6 @@ def verdict(found: Estimate, card: int) -> str:
     if spare < tolerance:
         return f"too close to call: {gib(spare)} to spare, less than the tolerance of {gib(tolerance)}"
     return f"fits, with {gib(spare)} to spare"
-
-
-def rows(lengths: Sequence[int]) -> str:
-    """How many rows of how many tokens."""
-    shortest, longest = min(lengths), max(lengths)
-    tokens = f"{longest:,}" if shortest == longest else f"{shortest:,} to {longest:,}"
-    return f"{len(lengths)} row{'s' * (len(lengths) > 1)} of {tokens} tokens"
 
 
 def gib(size: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -59,6 +59,13 @@ def short(model: str) -> str:
     if not path.is_absolute():
         return model
     return path.parent.name if path.name == "config.json" else path.name
+
+
+def rows(lengths: Sequence[int]) -> str:
+    """How many rows of how many tokens."""
+    shortest, longest = min(lengths), max(lengths)
+    tokens = f"{longest:,}" if shortest == longest else f"{shortest:,} to {longest:,}"
+    return f"{len(lengths)} row{'s' * (len(lengths) > 1)} of {tokens} tokens"
 
 
 def operation(name: str) -> str:

@@ -59,6 +59,15 @@ def new_figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), dpi=150, facecolor="white")
 
 
+def titles(figure: Any, title: str, below: str) -> None:
+    """What it shows, and in smaller letters how."""
+    for text, inches, font in (
+        (title, 0.3, {"fontsize": 13, "fontweight": "bold", "color": INK}),
+        (below, 0.58, {"fontsize": 9.5, "color": SOFT}),
+    ):
+        figure.text(0.02, 1 - inches / figure.get_figheight(), text, va="center", **font)
+
+
 def tidy(axes: Any) -> None:
     """Quiet axes: no frame but the lower line, a grid for the values."""
     for side in ("top", "right", "left"):

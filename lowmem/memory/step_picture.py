@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from lowmem.memory.beside import operation, ordered, short
+from lowmem.memory.beside import operation, ordered, rows, short
 from lowmem.memory.estimate import Estimate
-from lowmem.memory.picture import ALARM, GIB, GRID, INK, SOFT, colours, legend, new_figure, tidy, write
+from lowmem.memory.picture import ALARM, GIB, GRID, INK, SOFT, colours, legend, new_figure, tidy, titles, write
 from lowmem.memory.step import Step, Stretch
 
 _LEAST = 0.055  # share of the width that every stretch of a phase gets at least, so that it can be read
@@ -55,26 +55,13 @@ def draw(found: Estimate, step: Step, file: Path, card_bytes: int | None = None)
     _phases(axes, step.stretches, where, limit)
     _level(axes, found.peak_reserved_bytes / GIB, f"reserved {found.peak_reserved_bytes / GIB:.2f} GiB", INK, limit)
     if usable is not None and not beyond:
-        _level(axes, usable, f"{usable:.1f} GiB to use", ALARM, limit)
+        _level(axes, usable, f"{usable:.1f} GiB to use", ALARM, limit, "right")
     _peak(axes, found, x[step.peak], total[step.peak], limit)
     card = f"; the {usable:.1f} GiB of the card lie above the top edge" if beyond else ""
-    rows = f"{len(found.lengths)} rows of {max(found.lengths):,} tokens"
-    figure.text(
-        0.02,
-        0.945,
+    titles(
+        figure,
         f"{short(found.model)}: memory within one optimizer step",
-        fontsize=13,
-        fontweight="bold",
-        color=INK,
-        va="center",
-    )
-    figure.text(
-        0.02,
-        0.893,
-        f"predicted, live tensors by category; {rows}{_drawn(step)}{card}",
-        fontsize=9.5,
-        color=SOFT,
-        va="center",
+        f"predicted, live tensors by category; {rows(found.lengths)}{_drawn(step)}{card}",
     )
     seen = {name: shades[name] for name, layer in zip(names, layers, strict=True) if layer.max() > total.max() / 500}
     legend(figure, seen, loc="lower left", bbox_to_anchor=(0.01, 0.0), ncols=5, columnspacing=1.4)
@@ -107,9 +94,10 @@ def _phases(axes: Any, stretches: Sequence[Stretch], where: Callable[[Any], Any]
             )
 
 
-def _level(axes: Any, size: float, text: str, colour: str, limit: float) -> None:
+def _level(axes: Any, size: float, text: str, colour: str, limit: float, side: str = "left") -> None:
     axes.axhline(size, color=colour, linewidth=1.1)
-    axes.text(0.006, size + 0.008 * limit, text, fontsize=8.5, color=colour, va="bottom", ha="left")
+    x = 0.006 if side == "left" else 0.994
+    axes.text(x, size + 0.008 * limit, text, fontsize=8.5, color=colour, va="bottom", ha=side)
 
 
 def _peak(axes: Any, found: Estimate, x: float, y: float, limit: float) -> None:

@@ -7,8 +7,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from lowmem.memory.beside import ordered, short
-from lowmem.memory.picture import ALARM, GIB, GRID, INK, SOFT, colours, legend, new_figure, tidy, write
+from lowmem.memory.beside import ordered, rows, short
+from lowmem.memory.picture import ALARM, GIB, GRID, INK, SOFT, colours, legend, new_figure, tidy, titles, write
 from lowmem.memory.waterfall import RULE, Bar, Waterfall
 
 _LEFT, _RIGHT = 0.2, 0.83  # of the figure's width
@@ -44,26 +44,14 @@ def draw(found: Waterfall, file: Path, card_bytes: int | None = None) -> None:
     _names(whole, bars)
     _columns(near, bars)
     if card_bytes is not None:
-        _card_line(near, card_bytes, len(bars))
-    longest, rows = max(found.lengths), len(found.lengths)
-    figure.text(
-        0.02,
-        1 - 0.3 / figure.get_figheight(),
+        _card_line(near, card_bytes)
+    titles(
+        figure,
         f"{short(found.model)}: from plain full fine-tuning down",
-        fontsize=13,
-        fontweight="bold",
-        color=INK,
-        va="center",
+        f"predicted peak of reserved GPU memory, GiB; {rows(found.lengths)} per optimizer step",
     )
-    figure.text(
-        0.02,
-        1 - 0.58 / figure.get_figheight(),
-        f"predicted peak of reserved GPU memory, GiB; {rows} rows of {longest:,} tokens per optimizer step",
-        fontsize=9.5,
-        color=SOFT,
-        va="center",
-    )
-    legend(figure, shades, loc="lower left", bbox_to_anchor=(0.01, 0.0), ncols=5, columnspacing=1.4)
+    seen = {name: shade for name, shade in shades.items() if any(_shows(bar, name) for bar in bars)}
+    legend(figure, seen, loc="lower left", bbox_to_anchor=(0.01, 0.0), ncols=5, columnspacing=1.4)
     write(figure, file)
 
 
@@ -126,20 +114,28 @@ def _names(axes: Any, bars: Sequence[Bar]) -> None:
     axes.tick_params(axis="y", pad=6)
 
 
+def _shows(bar: Bar, category: str) -> bool:
+    """Whether a category is wide enough in a bar to be seen."""
+    return bar.ledger.get(category, 0) > bar.peak_reserved_bytes / 500
+
+
 def _columns(axes: Any, bars: Sequence[Bar]) -> None:
     """To the right of the bars: what each technique saves, and what it costs in time."""
+    from matplotlib.transforms import blended_transform_factory
+
     timed = any(bar.step_seconds for bar in bars)
+    across = blended_transform_factory(axes.figure.transFigure, axes.transData)
     columns = [("saves", [_saved(bar) for bar in bars])]
     if timed:
         columns.append(("time", ["", *(_factor(before, bar) for before, bar in pairwise(bars))]))
     for number, (head, cells) in enumerate(columns):
-        x = 1.145 + 0.13 * number
+        x = _RIGHT + 0.07 + 0.075 * number
         for place, cell in [(-0.62, head), *enumerate(cells)]:
             axes.text(
                 x,
                 place,
                 cell,
-                transform=axes.get_yaxis_transform(),
+                transform=across,
                 ha="right",
                 va="center",
                 fontsize=9,
@@ -164,7 +160,7 @@ def _heading(axes: Any, text: str) -> None:
     axes.set_title(text, fontsize=8.5, color=SOFT, loc="left", pad=4)
 
 
-def _card_line(axes: Any, card_bytes: int, count: int) -> None:
+def _card_line(axes: Any, card_bytes: int) -> None:
     size = card_bytes / GIB
     if size > axes.get_xlim()[1]:
         return
