@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 from rich import box
 from rich.console import Console
@@ -17,6 +18,24 @@ from lowmem.memory.waterfall import Bar, Waterfall
 
 _WIDTH = 100
 MIB = 1024**2
+
+
+class Unit(NamedTuple):
+    """What a table counts in."""
+
+    name: str
+    size: int
+
+    @classmethod
+    def of(cls, largest: int) -> Unit:
+        """GiB, or MiB where the largest number is below one."""
+        return cls("GiB", GIB) if largest >= GIB else cls("MiB", MIB)
+
+    def cell(self, size: int, digits: int = 3) -> str:
+        """A number; nothing for none of it."""
+        return f"{size / self.size:,.{digits}f}" if size else ""
+
+
 _HOLDER = re.compile(r"(?P<what>.*) \[(?P<shape>[\d, ]*)\] (?P<phase>[\w ]+)")
 
 
@@ -51,9 +70,10 @@ def show_estimate(found: Estimate, card: int | None, asked: str) -> None:
     _line("tolerance", found.error_band)
     if card is not None:
         _line(f"{card / GIB:.4g} GiB", verdict(found, card))
-    _print(_ledger(found))
-    _print(_beside(beside_the_rule(found), "predicted peak"))
-    _print(_holders(found))
+    unit = Unit.of(found.peak_reserved_bytes)
+    _print(_ledger(found, unit))
+    _print(_beside(beside_the_rule(found), "predicted peak", unit))
+    _print(_holders(found, unit))
     if found.device == "cuda":
         print(f"What each technique saves: lowmem waterfall {asked}")
         print(f"What fits a card: lowmem plan --model {found.model} --gpu-memory 24GiB")
@@ -62,14 +82,15 @@ def show_estimate(found: Estimate, card: int | None, asked: str) -> None:
 def show_waterfall(found: Waterfall, card: int | None) -> None:
     """The bars as a table, and why the plain loop is not what the rule says."""
     print(f"{short(found.model)}: predicted peak with {rows(found.lengths)} per optimizer step")
-    _print(_bars(found))
+    unit = Unit.of(max(bar.peak_reserved_bytes for bar in found.bars))
+    _print(_bars(found, unit))
     for note in found.notes:
         _print(f"note: {note}")
     _print(
         f"The rule counts {found.parameters:,} weights x {found.bytes_per_parameter} bytes x 4 = "
         f"{found.bars[0].peak_reserved_bytes:,} bytes. What the plain loop needs beside it:"
     )
-    _print(_beside(found.differences, "plain loop"))
+    _print(_beside(found.differences, "plain loop", unit))
     if card is not None:
         print(f"A card with {card / GIB:.4g} GiB: {verdict(found.final, card)}")
 
@@ -93,54 +114,57 @@ def gib(size: int) -> str:
 # -- tables -----------------------------------------------------------------------------------------------------------
 
 
-def _ledger(found: Estimate) -> Table:
-    table = _table("GiB", *found.phases, "at the peak")
+def _ledger(found: Estimate, unit: Unit) -> Table:
+    table = _table(unit.name, *found.phases, "at the peak")
     categories = ordered(dict.fromkeys([*(c for m in found.phases.values() for c in m.ledger), *found.ledger]))
     for category in categories:
         sizes = [*(m.ledger.get(category, 0) for m in found.phases.values()), found.ledger.get(category, 0)]
-        table.add_row(category, *(_cell(size) for size in sizes))
+        table.add_row(category, *(unit.cell(size) for size in sizes))
     table.add_section()
     table.add_row(
-        "in all", *(_cell(s) for s in (*(m.bytes for m in found.phases.values()), sum(found.ledger.values())))
+        "in all", *(unit.cell(s) for s in (*(m.bytes for m in found.phases.values()), sum(found.ledger.values())))
     )
     return table
 
 
-def _beside(differences: Sequence[Difference], heading: str) -> Table:
-    table = _table("GiB", "rule of thumb", heading, "why", words=1)
+def _beside(differences: Sequence[Difference], heading: str, unit: Unit) -> Table:
+    table = _table(unit.name, "rule of thumb", heading, "why", words=1)
     for row in differences:
-        table.add_row(row.category, _cell(row.rule_bytes), _cell(row.predicted_bytes), row.why)
+        table.add_row(row.category, unit.cell(row.rule_bytes), unit.cell(row.predicted_bytes), row.why)
     table.add_section()
     table.add_row(
-        "in all", _cell(sum(d.rule_bytes for d in differences)), _cell(sum(d.predicted_bytes for d in differences)), ""
+        "in all",
+        unit.cell(sum(d.rule_bytes for d in differences)),
+        unit.cell(sum(d.predicted_bytes for d in differences)),
+        "",
     )
     return table
 
 
-def _holders(found: Estimate) -> Table:
-    table = _table("largest at the peak", "GiB", "pieces", "shape", "born", words=2)
+def _holders(found: Estimate, unit: Unit) -> Table:
+    table = _table("largest at the peak", unit.name, "pieces", "shape", "born", words=2)
     for size, count, words in found.holders[:6]:
         match = _HOLDER.fullmatch(words)
         what, shape, phase = match.group("what", "shape", "phase") if match else (words, "", "")
-        table.add_row(operation(what), _cell(size), f"{count:,}", shape.replace(", ", " x "), phase)
+        table.add_row(operation(what), unit.cell(size), f"{count:,}", shape.replace(", ", " x "), phase)
     return table
 
 
-def _bars(found: Waterfall) -> Table:
+def _bars(found: Waterfall, unit: Unit) -> Table:
     timed, host = found.card is not None, any(bar.host_bytes > MIB for bar in found.bars)
     heads = ["reserved", "saves", "in use", *(["host"] if host else []), *(["step, s", "time"] if timed else [])]
-    table = _table("GiB", *heads, caption=f"time: predicted for {found.card} with memory enough" if timed else None)
+    table = _table(unit.name, *heads, caption=f"time: predicted for {found.card} with memory enough" if timed else None)
     for before, bar in pairwise([None, *found.bars]):
         assert bar is not None
-        cells = [_number(bar.peak_reserved_bytes), _saved(bar), _number(bar.peak_allocated_bytes)]
-        cells += [_number(bar.host_bytes)] if host else []
+        cells = [
+            unit.cell(bar.peak_reserved_bytes, 2),
+            unit.cell(bar.saved_bytes or 0, 2),
+            unit.cell(bar.peak_allocated_bytes, 2),
+        ]
+        cells += [unit.cell(bar.host_bytes, 2)] if host else []
         cells += [_seconds(bar), _factor(before, bar)] if timed else []
         table.add_row(("+ " if bar.strategies else "") + bar.name, *cells)
     return table
-
-
-def _saved(bar: Bar) -> str:
-    return "" if bar.saved_bytes is None else _number(bar.saved_bytes)
 
 
 def _seconds(bar: Bar) -> str:
@@ -151,15 +175,6 @@ def _factor(before: Bar | None, bar: Bar) -> str:
     if before is None or not before.step_seconds or bar.step_seconds is None:
         return ""
     return f"x {bar.step_seconds / before.step_seconds:.2f}"
-
-
-def _number(size: int) -> str:
-    return f"{size / GIB:,.2f}"
-
-
-def _cell(size: int) -> str:
-    """GiB; nothing for none of it."""
-    return f"{size / GIB:,.3f}" if size else ""
 
 
 def _table(*heads: str, words: int = 0, caption: str | None = None) -> Table:
