@@ -21,6 +21,7 @@ from lowmem import (
     UserError,
     estimate_memory_usage,
 )
+from lowmem.memory.meta import _random_states as random_states_are_seen
 from lowmem.memory.meta import on_meta
 from lowmem.memory.meter import tensors_by_category
 from lowmem.memory.predict import judge, record
@@ -131,7 +132,7 @@ def test_the_peak_of_a_mixture_is_that_of_the_real_step(name: str, dtype: torch.
     predicted = record(mixtral("meta", dtype, **options), training(), MIXTURES[name](), "cpu", LENGTHS).peak()[0]
     rows = [{"input_ids": [(7 * i + 3 * j * j) % 128 for j in range(n)]} for i, n in enumerate(LENGTHS)]
     trainer = Trainer(mixtral("cpu", dtype, **options), rows, training=training(), strategies=MIXTURES[name]())
-    with Trace("cpu") as trace:
+    with random_states_are_seen(), Trace("cpu") as trace:
         for _, tensors in tensors_by_category(trainer):
             for tensor in tensors:
                 trace.see(tensor)
