@@ -20,6 +20,7 @@ from lowmem import (
     Strategy,
 )
 from lowmem.cli.memory_tables import show_waterfall
+from lowmem.memory.beside import beside_the_rule
 from lowmem.memory.cards import card
 from lowmem.memory.estimate import estimate
 from lowmem.memory.pace import step_seconds
@@ -42,7 +43,15 @@ def test_the_last_bar_is_the_estimate_and_the_savings_add_up():
     found, whole = waterfall(run), estimate(run)
     assert names(found) == [RULE, PLAIN, "gradient_checkpointing", "gradient_accumulation", "adamw_8bit"]
     last, plain = found.bars[-1], found.bars[1]
-    for name in ("peak_reserved_bytes", "peak_allocated_bytes", "host_bytes", "pinned_bytes", "ledger", "phase"):
+    for name in (
+        "peak_reserved_bytes",
+        "peak_allocated_bytes",
+        "host_bytes",
+        "pinned_bytes",
+        "managed_bytes",
+        "ledger",
+        "phase",
+    ):
         assert getattr(last, name) == getattr(whole, name), name
     assert found.bars[0].saved_bytes is plain.saved_bytes is None
     assert sum(bar.saved_bytes for bar in found.bars[2:]) == plain.peak_reserved_bytes - last.peak_reserved_bytes > 0
@@ -75,6 +84,15 @@ def order(*strategies) -> tuple[list[str], list[str]]:
     notes: list[str] = []
     steps = _way_down(subject(*strategies), lambda _: None, None, notes)
     return [" + ".join(s.name for s in group) for group, _ in steps], notes
+
+
+def test_paged_moments_are_told_to_lie_beside_the_allocator():
+    found = waterfall(subject(AdamW8bit(paged=True), vocabulary=4096))
+    assert found.bars[-1].managed_bytes == found.final.managed_bytes > 0
+    assert "beside the allocator" in found.notes[-1]
+    rows = {row.category: row.predicted_bytes for row in beside_the_rule(found.final)}
+    assert rows["paged moments"] == found.final.managed_at_once > 0
+    assert sum(rows.values()) == found.final.needed_bytes
 
 
 def test_what_needs_a_later_one_waits_for_it_and_is_told():

@@ -32,8 +32,12 @@ class Unit(NamedTuple):
         return cls("GiB", GIB) if largest >= GIB else cls("MiB", MIB)
 
     def cell(self, size: int, digits: int = 3) -> str:
-        """A number; nothing for none of it."""
-        return f"{size / self.size:,.{digits}f}" if size else ""
+        """A number; nothing for one that would be shown as 0."""
+        return f"{size / self.size:,.{digits}f}" if self.shows(size, digits) else ""
+
+    def shows(self, size: int, digits: int = 3) -> bool:
+        """Whether a number differs from 0 in so many digits."""
+        return abs(size) / self.size >= 0.5 / 10.0**digits
 
 
 _HOLDER = re.compile(r"(?P<what>.*) \[(?P<shape>[\d, ]*)\] (?P<phase>[\w ]+)")
@@ -63,8 +67,17 @@ def show_estimate(found: Estimate, card: int | None, asked: str) -> None:
         )
     place = f", {found.place}" if found.place else ""
     _line("peak", f"in phase {found.phase}{place}, at {operation(found.operation)}")
+    parts = ", ".join(f"{gib(size)} {category}" for category, size in found.host_phases[found.host_phase].items())
+    _line("host", f"{gib(found.host_bytes)} in phase {found.host_phase} ({parts})")
+    if found.managed_bytes:
+        _line(
+            "paged",
+            f"{gib(found.managed_bytes)} of optimizer state, on the card where there is room, else on the host; one "
+            f"update needs {gib(found.managed_at_once)} of it on the card",
+        )
+    for text in found.left_out:
+        _line("left out", text)
     if found.device == "cuda":
-        _line("host", f"{gib(found.host_bytes)} of tensors, {gib(found.pinned_bytes)} of them pinned")
         low, high = found.reserved_band
         _line("nearby", f"lengths within 1 % reserve {gib(low)} to {gib(high)}; the highest counts")
     _line("tolerance", found.error_band)
@@ -115,11 +128,12 @@ def gib(size: int) -> str:
 
 
 def _ledger(found: Estimate, unit: Unit) -> Table:
-    table = _table(unit.name, *found.phases, "at the peak")
+    table = _table(unit.name, *found.phases, "peak")
     categories = ordered(dict.fromkeys([*(c for m in found.phases.values() for c in m.ledger), *found.ledger]))
     for category in categories:
         sizes = [*(m.ledger.get(category, 0) for m in found.phases.values()), found.ledger.get(category, 0)]
-        table.add_row(category, *(unit.cell(size) for size in sizes))
+        if any(map(unit.shows, sizes)):
+            table.add_row(category, *(unit.cell(size) for size in sizes))
     table.add_section()
     table.add_row(
         "in all", *(unit.cell(s) for s in (*(m.bytes for m in found.phases.values()), sum(found.ledger.values())))
@@ -130,7 +144,8 @@ def _ledger(found: Estimate, unit: Unit) -> Table:
 def _beside(differences: Sequence[Difference], heading: str, unit: Unit) -> Table:
     table = _table(unit.name, "rule of thumb", heading, "why", words=1)
     for row in differences:
-        table.add_row(row.category, unit.cell(row.rule_bytes), unit.cell(row.predicted_bytes), row.why)
+        if unit.shows(row.rule_bytes) or unit.shows(row.predicted_bytes):
+            table.add_row(row.category, unit.cell(row.rule_bytes), unit.cell(row.predicted_bytes), row.why)
     table.add_section()
     table.add_row(
         "in all",
@@ -151,7 +166,7 @@ def _holders(found: Estimate, unit: Unit) -> Table:
 
 
 def _bars(found: Waterfall, unit: Unit) -> Table:
-    timed, host = found.card is not None, any(bar.host_bytes > MIB for bar in found.bars)
+    timed, host = found.card is not None, len({bar.host_bytes // (64 * MIB) for bar in found.bars[1:]}) > 1
     heads = ["reserved", "saves", "in use", *(["host"] if host else []), *(["step, s", "time"] if timed else [])]
     table = _table(unit.name, *heads, caption=f"time: predicted for {found.card} with memory enough" if timed else None)
     for before, bar in pairwise([None, *found.bars]):
@@ -179,7 +194,10 @@ def _factor(before: Bar | None, bar: Bar) -> str:
 
 def _table(*heads: str, words: int = 0, caption: str | None = None) -> Table:
     """A table of numbers, after whose first column only the last `words` hold text."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=caption, caption_justify="left")
+    close = len(heads) > 8
+    table = Table(
+        box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0 if close else 1), caption=caption, caption_justify="left"
+    )
     for number, head in enumerate(heads):
         is_text = number == 0 or number >= len(heads) - words
         table.add_column(head, justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text)
@@ -187,7 +205,12 @@ def _table(*heads: str, words: int = 0, caption: str | None = None) -> Table:
 
 
 def _line(name: str, text: str) -> None:
-    _print(f"  {name:<10} {text}")
+    """A name, and words that are folded beside it."""
+    grid = Table.grid(padding=(0, 1))
+    grid.add_column(width=11)
+    grid.add_column(overflow="fold")
+    grid.add_row(f"  {name}", text)
+    _print(grid)
 
 
 def _print(what: Table | str) -> None:

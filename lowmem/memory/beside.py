@@ -33,6 +33,7 @@ _NOT_IN_THE_RULE = {
     "inside kernels": "buffers of fused kernels",
     "workspaces": "cuBLAS has one for each thread",
     "allocator slack": "reserved, in use by no tensor",
+    "paged moments": "those of one update, beside the allocator",
     "CUDA itself": "its context and kernels",
 }
 
@@ -82,7 +83,8 @@ def beside_the_rule(found: Estimate) -> list[Difference]:
         "optimizer state": rule.optimizer_bytes,
         "activations": rule.activation_bytes,
     }
-    predicted = {**found.ledger, "CUDA itself": found.context_bytes} if found.context_bytes else found.ledger
+    beside = {"paged moments": found.managed_at_once, "CUDA itself": found.context_bytes}
+    predicted = {**found.ledger, **{name: size for name, size in beside.items() if size}}
     return differences(counted, predicted, rule)
 
 

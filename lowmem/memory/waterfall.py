@@ -29,8 +29,8 @@ class Bar:
     Attributes:
         name: what it adds to the bar before.
         strategies: the names of those it adds.
-        peak_reserved_bytes, peak_allocated_bytes, host_bytes, pinned_bytes, ledger: as in an `Estimate` of the plain
-            loop with this bar's strategies and those before; of the rule, the bytes it counts.
+        peak_reserved_bytes, peak_allocated_bytes, host_bytes, pinned_bytes, managed_bytes, ledger: as in an `Estimate`
+            of the plain loop with this bar's strategies and those before; of the rule, the bytes it counts.
         saved_bytes: how much less than the bar before (below 0: more); null for the first two bars.
         phase: when the peak comes; null for the rule.
         step_seconds: of an optimizer step, predicted as if the card had memory enough; null for the rule, and without
@@ -43,6 +43,7 @@ class Bar:
     peak_allocated_bytes: int
     host_bytes: int
     pinned_bytes: int
+    managed_bytes: int
     ledger: dict[str, int]
     saved_bytes: int | None
     phase: str | None
@@ -132,7 +133,7 @@ def waterfall(
         taken += group
         seconds = step_seconds(subject.with_strategies(taken), final.lengths, card) if card else None
         bars.append(_bar(tuple(s.name for s in group), found, bars[-1].peak_reserved_bytes, seconds))
-    notes += [_gaps(bar, before) for before, bar in pairwise(bars[1:]) if _hides_gaps(bar, before)]
+    notes += [note for before, bar in pairwise(bars[1:]) for note in _unseen(before, bar)]
     return Waterfall(
         final.model,
         final.lengths,
@@ -182,6 +183,7 @@ def _bar(added: tuple[str, ...], found: Estimate, before: int, seconds: float | 
         found.peak_allocated_bytes,
         found.host_bytes,
         found.pinned_bytes,
+        found.managed_bytes,
         found.ledger,
         before - found.peak_reserved_bytes if added else None,
         found.phase,
@@ -189,18 +191,21 @@ def _bar(added: tuple[str, ...], found: Estimate, before: int, seconds: float | 
     )
 
 
-def _hides_gaps(bar: Bar, before: Bar) -> bool:
-    """Whether tensors became fewer and what is reserved did not."""
-    return (bar.saved_bytes or 0) < 0 < before.peak_allocated_bytes - bar.peak_allocated_bytes
-
-
-def _gaps(bar: Bar, before: Bar) -> str:
-    less = (before.peak_allocated_bytes - bar.peak_allocated_bytes) / GIB
-    slack = (bar.ledger["allocator slack"] - before.ledger["allocator slack"]) / GIB
-    return (
-        f"{bar.name} leaves {less:.2f} GiB less in use, but blocks of other sizes: {slack:.2f} GiB more lie in gaps "
-        "between them"
-    )
+def _unseen(before: Bar, bar: Bar) -> Iterator[str]:
+    """What the difference in reserved memory does not show: gaps, and memory beside the allocator."""
+    less = before.peak_allocated_bytes - bar.peak_allocated_bytes
+    if (bar.saved_bytes or 0) < 0 < less:
+        slack = bar.ledger["allocator slack"] - before.ledger["allocator slack"]
+        yield (
+            f"{bar.name} leaves {less / GIB:.2f} GiB less in use, but blocks of other sizes: {slack / GIB:.2f} GiB "
+            "more lie in gaps between them"
+        )
+    paged = bar.managed_bytes - before.managed_bytes
+    if paged > 0:
+        yield (
+            f"{bar.name} keeps {paged / GIB:.2f} GiB beside the allocator, on the card where there is room, else on "
+            "the host"
+        )
 
 
 def _size(subject: Subject) -> tuple[int, int]:
@@ -214,4 +219,4 @@ def _rule(parameters: int, dtype_bytes: int) -> Bar:
     """The tutorial's first rule: weights, gradients and two moments, all in the weights' dtype."""
     one = parameters * dtype_bytes
     ledger = {"weights, trainable": one, "gradients": one, "optimizer state": 2 * one}
-    return Bar(RULE, (), 4 * one, 4 * one, 0, 0, ledger, None, None, None)
+    return Bar(RULE, (), 4 * one, 4 * one, 0, 0, 0, ledger, None, None, None)
