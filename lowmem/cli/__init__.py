@@ -25,6 +25,7 @@ app.add_typer(reference.recipes_app, name="recipes")
 for command in (
     train,
     memory.estimate,
+    memory.waterfall,
     data,
     use.evaluate,
     use.generate,
