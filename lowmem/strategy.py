@@ -89,6 +89,7 @@ class Strategy:
         stage: how close to the raw part it sits.
         slot: at most one strategy fills a slot.
         exact: the weights after a step are those of the plain loop (tested); otherwise it approximates.
+        predictable: a run on the meta device allocates what a real one does.
         needs, provides, breaks: traits; a property where they depend on a field.
         saves, costs: one line each for `lowmem strategies`.
         remedy: what to do about a conflict this strategy causes.
@@ -97,6 +98,7 @@ class Strategy:
     stage: ClassVar[Stage]
     slot: ClassVar[str | None] = None
     exact: ClassVar[bool] = True
+    predictable: ClassVar[bool] = True
     saves: ClassVar[str] = ""
     costs: ClassVar[str] = ""
     remedy: ClassVar[str] = ""

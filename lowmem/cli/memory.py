@@ -35,6 +35,9 @@ def estimate(
     gpu_memory: MemoryOption = None,
     device: Annotated[str, typer.Option(help="cuda: as on a card; cpu: as on a CPU.")] = "cuda",
     expandable: ExpandableOption = True,
+    data: Annotated[
+        bool, typer.Option("--data", help="Read the recipe's data, and predict for its longest batch.")
+    ] = False,
     plot: PlotOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -43,6 +46,7 @@ def estimate(
     from lowmem.errors import UserError
     from lowmem.memory.picture import require_plot
     from lowmem.memory.sizes import parse_size
+    from lowmem.memory.subject import Subject, read_recipe
 
     if device not in ("cuda", "cpu"):
         raise UserError(f"--device: cuda or cpu; got {device}")
@@ -51,14 +55,18 @@ def estimate(
     card = parse_size(gpu_memory, "--gpu-memory") if gpu_memory else None
     file = require_plot(plot) if plot else None
     quiet_bars()
+    read = read_recipe(recipe, overrides or (), seq_length, batch_size, check_files=data)
     from lowmem.memory.estimate import estimate as predict
-    from lowmem.memory.subject import read_subject
     from lowmem.memory.trace import Trace
+    from lowmem.memory.worst_batch import heaviest, worst_batches, worst_batches_of
 
-    run = read_subject(recipe, overrides or (), seq_length, batch_size)
+    run, worst, held_out = Subject.of(read), worst_batches(None, read.training), None
+    if data:
+        worst, held_out = worst_batches_of(read)
     trace = Trace(device)
     with _said_in_one_line():
-        found = predict(run, device=device, expandable_segments=expandable, trace=trace)  # type: ignore[arg-type]
+        lengths = heaviest(run, worst.batches, device)  # type: ignore[arg-type]
+        found = predict(run, lengths=lengths, device=device, expandable_segments=expandable, trace=trace)  # type: ignore[arg-type]
     if file:
         from lowmem.memory.step import second_step
         from lowmem.memory.step_picture import draw
@@ -67,8 +75,10 @@ def estimate(
         draw(found, second_step(trace, run.vocabulary), file, usable)
     if as_json:
         fits = {} if card is None else {"gpu_memory_bytes": card, "fits": found.needed_bytes <= card}
-        print_json(found.as_dict() | fits)
+        rows = {"batch": worst.words, "eval_lengths": held_out and list(held_out)}
+        print_json(found.as_dict() | rows | fits)
     else:
+        print(f"predicted for {worst.words}{'' if data else ' (--data reads the real rows)'}")
         show_estimate(found, card, recipe)
 
 
@@ -90,16 +100,16 @@ def waterfall(
     from lowmem.memory.cards import card, card_for
     from lowmem.memory.picture import require_plot
     from lowmem.memory.sizes import parse_size
+    from lowmem.memory.subject import Subject, read_recipe
 
     size = parse_size(gpu_memory, "--gpu-memory") if gpu_memory else None
     paced = card(gpu) if gpu else card_for(size or 24 * 1024**3)
     file = require_plot(plot) if plot else None
     quiet_bars()
     from lowmem.memory.estimate import CONTEXT_BYTES
-    from lowmem.memory.subject import read_subject
     from lowmem.memory.waterfall import waterfall as go_down
 
-    run = read_subject(recipe, overrides or (), seq_length, batch_size)
+    run = Subject.of(read_recipe(recipe, overrides or (), seq_length, batch_size))
     with _said_in_one_line():
         found = go_down(run, expandable_segments=expandable, card=paced, progress=_progress)
     if file:

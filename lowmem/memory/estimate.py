@@ -116,6 +116,7 @@ def estimate(
     context_bytes: int = CONTEXT_BYTES,
     trace: Trace | None = None,
     data_bytes: int = 0,
+    band: bool = True,
 ) -> Estimate:
     """Predict the memory of a run by running it on the meta device.
 
@@ -127,6 +128,7 @@ def estimate(
         context_bytes: what CUDA takes beside the allocator.
         trace: is filled with what was recorded, where a picture is to be drawn of it.
         data_bytes: tokenised rows in the host's memory, where they are known (`host.rows_bytes`).
+        band: whether neighbouring lengths are tried, too.
 
     Raises:
         UserError: the architecture is not to be had, strategies conflict, or a part cannot run without data.
@@ -140,21 +142,21 @@ def estimate(
     found = judge(full, expandable=expandable_segments, vocabulary=subject.vocabulary)
     on_host = host_ledgers(full, device, data_bytes, merge_trace(subject))
     host_phase = max(on_host, key=lambda phase: sum(on_host[phase].values()))
-    band = [found.peak_reserved_bytes]
-    if device == "cuda":
-        band += [
+    reserved = [found.peak_reserved_bytes]
+    if device == "cuda" and band:
+        reserved += [
             replay(events, CachingAllocator(None, expandable_segments)).peak_reserved
             for events in neighbours(subject, full, rows)
         ]
-    slack = max(band) - sum(found.ledger.values())
+    slack = max(reserved) - sum(found.ledger.values())
     return Estimate(
         subject.name,
         device,
         expandable_segments,
         rows,
         found.peak_allocated_bytes,
-        max(band),
-        (min(band), max(band)),
+        max(reserved),
+        (min(reserved), max(reserved)),
         context_bytes if device == "cuda" else 0,
         found.phase,
         found.place,

@@ -32,7 +32,8 @@ def load_without_data(make: Callable[[], Any], load: LoadConfig, place: str = "d
     options = dict(load.from_pretrained)
     if load.attn_implementation:
         options["attn_implementation"] = load.attn_implementation
-    with _as_with_data(place), keeping("nowhere"):  # neither `make`'s nor transformers' own skeleton has memory
+    # neither `make`'s nor transformers' own skeleton has memory
+    with _without_bars(), _as_with_data(place), keeping("nowhere"):
         source = make()
         model: nn.Module = type(source).from_pretrained(
             None,
@@ -45,6 +46,20 @@ def load_without_data(make: Callable[[], Any], load: LoadConfig, place: str = "d
     if place == "host":  # it goes to the device layer by layer, and the rest with `move_rest`
         vars(model)["to"] = lambda *_: model
     return model
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """transformers would show a bar for weights that nobody reads."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def files_of(source: Any, place: str = "device") -> dict[str, OnDisk]:

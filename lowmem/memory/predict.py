@@ -189,6 +189,7 @@ def _during(trace: Trace, phase: str, part: Callable[..., Any]) -> Callable[...,
     def within(*args: Any) -> Any:
         trace.place = None
         with trace.during(phase):
+            trace.mark(phase)  # bitsandbytes' step allocates nothing, and is a phase all the same
             return part(*args)
 
     return within

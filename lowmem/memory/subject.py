@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from lowmem.config import DataConfig, LoadConfig, ModelConfig, TrainingConfig
@@ -16,12 +18,13 @@ from lowmem.errors import UserError
 from lowmem.loading import is_gguf, load_tokenizer, model_without_data
 from lowmem.memory.load import META, load_without_data
 from lowmem.memory.meta import Device
+from lowmem.memory.meter import _quant_state
 from lowmem.memory.phases import Answers, Around, largest_batch
 from lowmem.memory.predict import record
 from lowmem.memory.shapes import find_config
 from lowmem.memory.trace import Trace
 from lowmem.memory.work import Work
-from lowmem.model import resize_embeddings
+from lowmem.model import blocks, resize_embeddings
 from lowmem.run import Run
 from lowmem.strategies import with_defaults
 from lowmem.strategy import Stage, Strategy, resolve, traits
@@ -46,7 +49,7 @@ class Subject:
         source: what the recipe says of the model; null where it is given in memory.
         load: a new model as it comes from its files (layers, strategies, device); null where it is given in memory.
         data: what is evaluated and answered beside training; null: nothing.
-        answers: the prompts that are answered, where they are known.
+        answers: the prompts that are answered; null: what `data` names, where it can be read here.
     """
 
     name: str
@@ -69,7 +72,7 @@ class Subject:
             UserError: the architecture is not to be had.
         """
         subject = cls.of_config(model_config(recipe.model), recipe.model, recipe.training, recipe.strategies)
-        return replace(subject, data=recipe.data, answers=known_answers(recipe.model, recipe.data))
+        return replace(subject, data=recipe.data)
 
     @classmethod
     def of_config(
@@ -102,6 +105,30 @@ class Subject:
             strategies,
             model,
             load,
+        )
+
+    @classmethod
+    def of_module(cls, module: nn.Module, training: TrainingConfig, strategies: Sequence[Strategy]) -> Subject:
+        """A run of a model in memory. Its data are not copied; its depth cannot be changed.
+
+        Args:
+            module: as it is handed to a trainer: no strategy has touched it.
+        """
+        twin = without_data(module)
+        config: Any = getattr(module, "config", None)
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        try:
+            layers = len(blocks(module))
+        except UserError:
+            layers = 0
+        return cls(
+            type(module).__name__,
+            lambda _: copy.deepcopy(twin),
+            layers,
+            None,
+            int(getattr(text, "vocab_size", 0) or 0),
+            training,
+            strategies,
         )
 
     def with_strategies(self, strategies: Sequence[Strategy]) -> Subject:
@@ -142,15 +169,21 @@ class Subject:
         saves = numbers.output_dir is not None
         return Around(
             (numbers.max_length,) * numbers.eval_batch_size if evaluates else (),
-            self.answers,
+            self._answered,
             checkpoints=saves and numbers.save_steps is not None,
             result=saves,
         )
 
+    @cached_property
+    def _answered(self) -> Answers | None:
+        if self.answers is not None or self.data is None or self.source is None:
+            return self.answers
+        return known_answers(self.source, self.data)
+
     @property
     def left_out(self) -> list[str]:
         """Parts of the run that cannot be followed, in words."""
-        if self.data is None or self.data.exact_match is None or self.answers is not None:
+        if self.data is None or self.data.exact_match is None or self._answered is not None:
             return []
         return ["answers to data.exact_match: its rows, or the tokenizer, are not on this machine"]
 
@@ -164,12 +197,25 @@ class Subject:
 def read_subject(
     name: str, overrides: Sequence[str] = (), max_length: int | None = None, batch_size: int | None = None
 ) -> Subject:
+    """The run of `read_recipe`."""
+    return Subject.of(read_recipe(name, overrides, max_length, batch_size))
+
+
+def read_recipe(
+    name: str,
+    overrides: Sequence[str] = (),
+    max_length: int | None = None,
+    batch_size: int | None = None,
+    *,
+    check_files: bool = False,
+) -> Recipe:
     """What a command is asked about: a recipe, or a model alone, which is trained fully with AdamW.
 
     Args:
         name: a recipe file, the name of a shipped recipe, or a model.
         overrides: `section.key=value`.
         max_length, batch_size: instead of the recipe's.
+        check_files: data that are not there are an error.
 
     Raises:
         UserError: neither a recipe nor a model can be made of it.
@@ -179,8 +225,8 @@ def read_subject(
     numbers = {"max_length": max_length, "batch_size": batch_size}
     more = [*overrides, *(f"training.{key}={value}" for key, value in numbers.items() if value is not None)]
     if _is_recipe(name):
-        return Subject.of(load_recipe(name, more, check_files=False))
-    return Subject.of(recipe_from_overrides([f"model.name_or_path={name}", *more]))
+        return load_recipe(name, more, check_files=check_files)
+    return recipe_from_overrides([f"model.name_or_path={name}", *more])
 
 
 def load_config(model: ModelConfig, training: TrainingConfig, strategies: Sequence[Strategy]) -> LoadConfig:
@@ -246,6 +292,19 @@ def with_layers(config: Any, layers: int) -> Any:
             setattr(text, name, [value[i % before] for i in range(layers)])
     text.num_hidden_layers = layers
     return config
+
+
+def without_data(module: nn.Module) -> nn.Module:
+    """A copy of a module on the meta device. Quantised weights (bitsandbytes) keep their scales there, too."""
+    parameters = list(module.parameters())
+    memo: dict[int, Any] = {id(t): t.to("meta") for t in module.buffers()}
+    for parameter in parameters:
+        memo |= {id(t): t.to("meta") for t in _quant_state(parameter)}
+        data = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
+        memo[id(parameter)] = torch.Tensor._make_subclass(type(parameter), data, parameter.requires_grad)
+    for parameter in parameters:  # what a class of parameters keeps beside its values
+        vars(memo[id(parameter)]).update(copy.deepcopy(vars(parameter), memo))
+    return copy.deepcopy(module, memo)
 
 
 def _pattern(text: Any) -> int | None:

@@ -25,6 +25,7 @@ class Compile(Strategy):
 
     stage: ClassVar[Stage] = Stage.COMPILE
     slot: ClassVar[str | None] = "compile"
+    predictable: ClassVar[bool] = False  # a compiler allocates by a plan of its own
     saves: ClassVar[str] = "temporaries that fused kernels never write"
     costs: ClassVar[str] = "compile time at the first steps, and again for new shapes"
 
