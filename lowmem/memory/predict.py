@@ -87,19 +87,7 @@ def record(
     """
     rows = [{"input_ids": torch.ones(length, dtype=torch.int32).numpy()} for length in lengths]
     numbers = replace(
-        training,
-        batch_size=len(rows),
-        max_steps=2,
-        max_length=max(training.max_length, *lengths),
-        output_dir=None,
-        eval_steps=None,
-        save_steps=None,
-        save_total_limit=None,
-        metric_for_best_model=None,
-        load_best_model_at_end=False,
-        early_stopping_patience=None,
-        early_stopping_threshold=0.0,
-        report_to=[],
+        steps_alone(training), batch_size=len(rows), max_steps=2, max_length=max(training.max_length, *lengths)
     )
     with on_meta(device), ExitStack() as active:
         trace = Trace(device, work)
@@ -126,6 +114,22 @@ def record(
             trainer.forward_backward = plain
             follow(trace, trainer, around)
     return trace
+
+
+def steps_alone(training: TrainingConfig) -> TrainingConfig:
+    """The numbers of a run that evaluates, saves and writes nothing."""
+    return replace(
+        training,
+        output_dir=None,
+        eval_steps=None,
+        save_steps=None,
+        save_total_limit=None,
+        metric_for_best_model=None,
+        load_best_model_at_end=False,
+        early_stopping_patience=None,
+        early_stopping_threshold=0.0,
+        report_to=[],
+    )
 
 
 def _trainer(model: nn.Module, rows: Any, numbers: TrainingConfig, strategies: Sequence[Strategy]) -> Trainer:
