@@ -15,6 +15,7 @@ from lowmem.memory.meta import Device, on_meta
 from lowmem.memory.meter import tensors_by_category
 from lowmem.memory.moments import Moment, moments, place_at
 from lowmem.memory.trace import Trace
+from lowmem.memory.work import Work
 from lowmem.model import blocks
 from lowmem.strategy import Sample, Strategy
 
@@ -57,6 +58,7 @@ def record(
     device: Device,
     lengths: Sequence[int],
     look: Callable[[Trainer], None] | None = None,
+    work: Work | None = None,
 ) -> Trace:
     """Two optimizer steps of the real trainer, loop and strategies, on rows of these lengths.
 
@@ -70,6 +72,7 @@ def record(
         device: what the run is to be like.
         lengths: tokens of each row of an optimizer batch; every token is a target.
         look: is shown the trainer, built and not yet run.
+        work: is shown every operation, for the time it would take.
     """
     rows = [{"input_ids": torch.ones(length, dtype=torch.int32).numpy()} for length in lengths]
     numbers = replace(
@@ -89,7 +92,7 @@ def record(
     )
     with on_meta(device):
         trainer = _trainer(model, rows, numbers, strategies)
-        trace = Trace(device)
+        trace = Trace(device, work)
         trace.phase = "at rest"
         with trace:
             _follow(trace, trainer)

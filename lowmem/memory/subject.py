@@ -15,6 +15,7 @@ from lowmem.loading import load_model_config, model_without_data
 from lowmem.memory.meta import Device
 from lowmem.memory.predict import record
 from lowmem.memory.trace import Trace
+from lowmem.memory.work import Work
 from lowmem.model import resize_embeddings
 from lowmem.strategy import Strategy
 
@@ -87,10 +88,11 @@ class Subject:
         device: Device = "cuda",
         layers: int | None = None,
         look: Callable[[Trainer], None] | None = None,
+        work: Work | None = None,
     ) -> Trace:
         """Two optimizer steps on rows of these lengths; see `predict.record`."""
         return record(
-            self.make_model(layers), self.training, copy.deepcopy(list(self.strategies)), device, lengths, look
+            self.make_model(layers), self.training, copy.deepcopy(list(self.strategies)), device, lengths, look, work
         )
 
     @property

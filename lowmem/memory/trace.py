@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lowmem.memory.kernels import hidden_bytes, is_matrix_product
+from lowmem.memory.work import Work
 
 # `:4096:2:16:8`, the default of cuBLAS before Hopper (pytorch#95668)
 CUBLAS_WORKSPACE = 8_519_680
@@ -48,6 +49,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         device: whose kernels' hidden bytes are recorded, too (`cuda`, `cpu`); null: none.
+        work: is shown every operation, with its phase, for the time it would take; null: nothing is.
 
     Attributes:
         storages: number -> storage.
@@ -58,9 +60,10 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         place: which part of the model is at work, for those who know.
     """
 
-    def __init__(self, device: str | None = None) -> None:
+    def __init__(self, device: str | None = None, work: Work | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
+        self.work = work
         self.storages: list[Storage] = []
         self.events: list[tuple[int, int]] = []
         self.host_events: list[tuple[int, int]] = []
@@ -87,6 +90,8 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
                         self.see(inner, op=func)
         for number in inside:
             self._record(number, -self.storages[number].size)
+        if self.work is not None:
+            self.work.see(func, args, kwargs, result, self._now())
         return result
 
     def __exit__(self, *error: Any) -> None:
