@@ -9,6 +9,8 @@ import typer
 from lowmem.cli.common import JsonOption, OverridesArgument, new_table, print_json, print_table, quiet_bars
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from lowmem.memory.estimate import Estimate
 
 GIB = 1024**3
@@ -70,7 +72,7 @@ def _show(found: Estimate) -> None:
     print_table(largest)
 
 
-def _ledger(found: Estimate) -> object:
+def _ledger(found: Estimate) -> Table:
     table = new_table("GiB", "at the peak", *found.phases)
     categories = list(dict.fromkeys([*found.ledger, *(c for m in found.phases.values() for c in m.ledger)]))
     for category in categories:
