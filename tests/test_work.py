@@ -57,7 +57,7 @@ def training(lengths: Sequence[int] = LENGTHS) -> TrainingConfig:
 def work_of(*strategies: Strategy, model: Any = None, lengths: Sequence[int] = LENGTHS, device: Any = "cuda") -> Work:
     """Of one step: half of two."""
     work = Work()
-    record(model if model is not None else llama(), training(lengths), strategies, device, lengths, work)
+    record(model if model is not None else llama(), training(lengths), strategies, device, lengths, work=work)
     return work * 0.5
 
 
@@ -95,7 +95,7 @@ def test_adapters_on_frozen_weights_need_two_thirds() -> None:
     weights, adapters = 2 * BLOCK + WIDTH * VOCABULARY, 0
     model = llama()
     work = Work()
-    record(model, training(), [PureBF16(), LoRA(r=4)], "cuda", LENGTHS, work)
+    record(model, training(), [PureBF16(), LoRA(r=4)], "cuda", LENGTHS, work=work)
     adapters = sum(p.numel() for n, p in model.named_parameters() if "lora_" in n)
     first = 2 * WIDTH * WIDTH  # q, k and v of the first block
     below = 3 * 4 * WIDTH  # their first matrices

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from lowmem.config import ModelConfig, TrainingConfig
-from lowmem.loading import load_model_config, model_without_data
+from lowmem.loading import model_without_data
 from lowmem.memory.meta import Device
 from lowmem.memory.predict import record
+from lowmem.memory.shapes import find_config
 from lowmem.memory.trace import Trace
 from lowmem.memory.work import Work
 from lowmem.model import resize_embeddings
@@ -132,11 +133,7 @@ def _is_recipe(name: str) -> bool:
 
 def model_config(model: ModelConfig) -> Any:
     """The transformers configuration a model will be loaded with, its dtype as loading would set it."""
-    config = copy.deepcopy(load_model_config(model))
-    if model.dtype != "auto":
-        config.dtype = getattr(torch, model.dtype)
-    elif isinstance(config.dtype, str):
-        config.dtype = getattr(torch, config.dtype)
+    config = copy.deepcopy(find_config(model))
     if model.attn_implementation:
         config._attn_implementation = model.attn_implementation
     return config
