@@ -109,10 +109,11 @@ def _trainer(model: nn.Module, rows: Any, numbers: TrainingConfig, strategies: S
     class Brief(Trainer):
         """Leaves out micro-batches that would show nothing new."""
 
-        rows_per_pass = 0  # the most there were
+        rows_per_pass = micro_batches = 0  # the most there were
 
         def _forward_backward(self, micro_batches: list[list[Sample]], divisor: float | Tensor) -> Tensor:
             self.rows_per_pass = max(self.rows_per_pass, *map(len, micro_batches))
+            self.micro_batches = max(self.micro_batches, len(micro_batches))
             kept = telling(micro_batches, most=1 if self.run.global_step == 0 else 2)
             return super()._forward_backward(kept, divisor)
 
