@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,7 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lowmem.memory.kernels import hidden_bytes, is_matrix_product
-from lowmem.memory.work import Work
+
+if TYPE_CHECKING:
+    from lowmem.memory.work import Work
 
 # `:4096:2:16:8`, the default of cuBLAS before Hopper (pytorch#95668)
 CUBLAS_WORKSPACE = 8_519_680
