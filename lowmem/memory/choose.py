@@ -104,11 +104,13 @@ class Search:
         found: list[Plan] = []
         queue = _Queue()
         for choice in self._within_reach(method):
-            queue.put(choice, self.costs.guess(choice))
+            guess = self.costs.guess(choice)
+            if not guess.exact or self._may_fit(choice):
+                queue.put(choice, guess)
         doubted: list[tuple[float, Choice]] = []
         while queue:
             choice, guess = queue.take()
-            if any(set(plan.choice.gives_up) <= set(choice.gives_up) for plan in found) or self._too_many_rows(choice):
+            if any(set(plan.choice.gives_up) <= set(choice.gives_up) for plan in found) or self._needs_more_than_a_miss(choice):
                 continue
             if not guess.exact:
                 if self._hopeless(guess):
@@ -176,17 +178,23 @@ class Search:
         where, category = (phase, max(ledger, key=lambda name: ledger[name])) if over > 0 else ("host", "host memory")
         self.misses[choice.key] = Miss(choice, self.costs.seconds(choice), max(over, host), where, category)
 
-    def _too_many_rows(self, choice: Choice) -> bool:
-        """Whether fewer rows at a time were too many already, all else being equal."""
-        if not choice.micro_batches:
+    def _needs_more_than_a_miss(self, choice: Choice) -> bool:
+        """Whether what does not fit needs less: fewer rows at a time, or answers that take no more bytes.
+
+        With fewer rows than that, all else being equal, everything in a pass is smaller. An answer on an axis whose
+        bytes do not grow with the rows (an update rule) adds what it adds to any other choice of its family.
+        """
+        return any(self._needs_less(miss.choice, choice) for miss in self.misses.values() if miss.where != "host")
+
+    def _needs_less(self, one: Choice, other: Choice) -> bool:
+        rows = [rows_per_pass(choice, self.problem.training.batch_size) for choice in (one, other)]
+        if one.micro_batches != other.micro_batches or rows[0] > rows[1]:
             return False
-        rows = rows_per_pass(choice, self.problem.training.batch_size)
-        return any(
-            miss.choice.micro_batches
-            and rows_per_pass(miss.choice, self.problem.training.batch_size) < rows
-            and miss.choice.with_(split=choice.picks["split"]).key == choice.key
-            for miss in self.misses.values()
-        )
+        differing = [a for a in self.problem.axes if one.picks[a.name] is not other.picks[a.name]]
+        if any(axis.family or axis.per_row for axis in differing if axis.name != "split"):
+            return False
+        family = self.costs.family(other)
+        return all(family.adds(axis, one, other) >= 0 for axis in differing if axis.name != "split")
 
     def _was_wrong(self, doubted: list[tuple[float, Choice]], queue: _Queue) -> bool:
         """Whether, of the choices believed not to fit, the likeliest does."""

@@ -58,11 +58,13 @@ class Guess:
     Attributes:
         seconds: per optimizer step.
         phases: phase -> allocated bytes at its peak.
+        launching: seconds of it that launches take.
         exact: it was traced.
     """
 
     seconds: float
     phases: Mapping[str, float]
+    launching: float = 0
     exact: bool = False
 
     @property
@@ -78,7 +80,7 @@ class Costs:
     problem: Problem
     _figures: dict[tuple[str, ...], Figures] = field(default_factory=dict)
     _families: dict[tuple[str, ...], Family] = field(default_factory=dict)
-    _seconds: dict[tuple[str, ...], float] = field(default_factory=dict)
+    _exact: dict[tuple[str, ...], Guess] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.choices = list(choices(self.problem.axes, self.problem.training))
@@ -98,13 +100,22 @@ class Costs:
 
     def seconds(self, choice: Choice) -> float:
         """Predicted time of an optimizer step."""
-        if choice.key not in self._seconds:
-            self._seconds[choice.key] = self.figures(choice).seconds(self.problem.card)
-        return self._seconds[choice.key]
+        return self.exact(choice).seconds
 
     def exact(self, choice: Choice) -> Guess:
         """What it costs, traced."""
-        return Guess(self.seconds(choice), self.figures(choice).phases, True)
+        known = self._exact.get(choice.key)
+        return known or self._exact.setdefault(choice.key, self._trace(choice))
+
+    def _trace(self, choice: Choice) -> Guess:
+        figures = self.figures(choice)
+        launches = sum(total.launches for total in figures.work.totals().values())
+        return Guess(
+            figures.seconds(self.problem.card),
+            figures.phases,
+            launches * self.problem.card.assumptions.launch_seconds,
+            True,
+        )
 
     def family(self, choice: Choice) -> Family:
         """The choices that share its answers on the axes that change all costs."""
@@ -154,13 +165,20 @@ class Family:
         rows = rows_per_pass(choice, batch)
         seconds, phases = self._at(rows, batch)
         for axis in self.axes:
-            name = choice.picks[axis.name].name
-            if name != self.base.picks[axis.name].name:
-                effect = self._effect(axis, name)
-                seconds += effect.seconds
-                for phase, size in effect.phases.items():
-                    phases[phase] = phases.get(phase, 0) + size * (rows if axis.per_row else 1)
+            effect = self._effect_of(axis, choice.picks[axis.name].name)  # of one row a pass, where the axis says so
+            seconds += effect.seconds + (effect.launching / rows if axis.per_row else effect.launching)
+            for phase, size in effect.phases.items():
+                phases[phase] = phases.get(phase, 0) + size * (rows if axis.per_row else 1)
         return Guess(seconds, phases)
+
+    def adds(self, axis: Axis, one: Choice, other: Choice) -> float:
+        """By how much, in the phase where it is least, the other's answer on an axis takes more than the one's."""
+        effects = [self._effect_of(axis, choice.picks[axis.name].name) for choice in (one, other)]
+        phases = {**effects[0].phases, **effects[1].phases}
+        return min((effects[1].phases.get(p, 0) - effects[0].phases.get(p, 0) for p in phases), default=0)
+
+    def _effect_of(self, axis: Axis, name: str) -> Guess:
+        return Guess(0, {}) if name == self.base.picks[axis.name].name else self._effect(axis, name)
 
     def _at(self, rows: int, batch: int) -> tuple[float, dict[str, float]]:
         """The base with so many rows a pass: bytes are linear in the rows, seconds in the number of passes."""
@@ -187,5 +205,7 @@ class Family:
         one, other = self.costs.exact(with_it), self.costs.exact(without)
         rows = rows_per_pass(with_it, self.costs.problem.training.batch_size) if axis.per_row else 1
         phases = {p: (one.phases.get(p, 0) - other.phases.get(p, 0)) / rows for p in {**one.phases, **other.phases}}
-        effect = self._effects[axis.name, name] = Guess(one.seconds - other.seconds, phases)
+        launching = one.launching - other.launching
+        seconds = one.seconds - other.seconds - launching
+        effect = self._effects[axis.name, name] = Guess(seconds, phases, launching * rows)
         return effect
