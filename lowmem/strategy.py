@@ -56,10 +56,23 @@ class Trait(StrEnum):
     DENSE_PARAMS = "parameters to be ordinary tensors on the run's device"
     TRAINABLE = "something to be trainable"
     RECOMPUTE = "every block to be recomputed in backward"
+    RUN_ONCE = "no block to be run again in backward"
+    FLOAT32 = "what is trained to be float32"
+    POSITIONS = "the positions of a row's tokens to reach the model"
     AUTOCAST = "operations to run under autocast"
 
 
-PLAIN_RUN = frozenset({Trait.GRADS_AT_STEP, Trait.STATIC_PARAMS, Trait.DENSE_PARAMS, Trait.TRAINABLE})
+PLAIN_RUN = frozenset(
+    {
+        Trait.GRADS_AT_STEP,
+        Trait.STATIC_PARAMS,
+        Trait.DENSE_PARAMS,
+        Trait.TRAINABLE,
+        Trait.RUN_ONCE,
+        Trait.FLOAT32,
+        Trait.POSITIONS,
+    }
+)
 
 
 class ConflictError(UserError):

@@ -35,8 +35,8 @@ class Prediction:
         ledger: category -> bytes at the peak, unrounded.
         phases: phase -> its own peak, unrounded, and its ledger.
         holders: the largest groups of tensors at the peak: (bytes, count, what).
-        host_bytes, pinned_bytes: the most that tensors take of the host's memory (pinned ones included), and of
-            memory that the card reads directly.
+        host_bytes, pinned_bytes: the most that tensors take of the host's memory (pinned ones included, and managed
+            ones, which move there when the card is full), and of memory that the card reads directly.
     """
 
     peak_allocated_bytes: int
@@ -194,7 +194,7 @@ def judge(trace: Trace, *, expandable: bool, capacity: int | None = None, vocabu
         peak.ledger,
         phases,
         trace.holders(peak.index)[:15],
-        _highest(trace, "host", "pinned"),
+        _highest(trace, "host", "pinned", "managed"),
         _highest(trace, "pinned"),
     )
 

@@ -34,7 +34,8 @@ class Storage:
         phase: when it was born (`load`, `forward`, `backward`, `step`, `evaluate` ...).
         label: its category, where it is known.
         place: the part of the model that was at work (`layer 12`), where it is known.
-        kept_on: `device`, `host` or `pinned` (host memory that the card reads directly).
+        kept_on: `device`, `host`, `pinned` (host memory that the card reads directly) or `managed` (memory that moves
+            between both).
     """
 
     size: int
@@ -158,13 +159,16 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def see(self, tensor: Tensor, label: str | None = None, op: Any = "given") -> int:
         """Take note of a tensor's storage; a label names its category from now on, and in hindsight."""
+        if tensor.layout is torch.sparse_coo:
+            self.see(tensor._indices(), label, op)
+            return self.see(tensor._values(), label, op)
         storage = tensor.untyped_storage()
         address = storage._cdata
         number = self._numbers.get(address)
         if number is None:
             size = storage.nbytes()
             name = self._names.get(op) or self._names.setdefault(op, str(op))
-            kept_on = "device" if tensor.device.type != "cpu" else "host"
+            kept_on = getattr(tensor, "kept_on", "device" if tensor.device.type != "cpu" else "host")
             number = self._numbers[address] = self._born(size, name, tuple(tensor.shape), kept_on=kept_on)
             self._guards[number] = weakref.ref(storage, lambda _, a=address, n=number, s=size: self._died(a, n, s))  # type: ignore[misc]
         if label is not None:

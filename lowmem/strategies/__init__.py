@@ -8,6 +8,7 @@ from lowmem.config import TrainingConfig
 from lowmem.strategies.accumulation import GradientAccumulation
 from lowmem.strategies.adamw import AdamW
 from lowmem.strategies.adamw_8bit import AdamW8bit
+from lowmem.strategies.adapter import Adapter
 from lowmem.strategies.checkpointing import GradientCheckpointing
 from lowmem.strategies.chunked_loss import ChunkedCrossEntropy
 from lowmem.strategies.clipping import GradientClipping
@@ -25,6 +26,7 @@ from lowmem.strategy import Strategy
 STRATEGIES: dict[str, type[Strategy]] = {
     "quantization": Quantization,
     "lora": LoRA,
+    "adapter": Adapter,
     "chunked_cross_entropy": ChunkedCrossEntropy,
     "gradient_checkpointing": GradientCheckpointing,
     "compile": Compile,
@@ -56,6 +58,7 @@ __all__ = [
     "STRATEGIES",
     "AdamW",
     "AdamW8bit",
+    "Adapter",
     "ChunkedCrossEntropy",
     "Compile",
     "GradientAccumulation",

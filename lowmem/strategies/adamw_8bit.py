@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lowmem.libraries import import_bitsandbytes
+from lowmem.memory.meta import stands_for
 from lowmem.model import embedding_parameters
 from lowmem.run import Run
 from lowmem.strategies.adamw import check_moments, decay_groups
@@ -47,11 +48,10 @@ class AdamW8bit(Strategy):
 
     def wrap_optimizer(self, make: MakeOptimizer, run: Run) -> MakeOptimizer:
         assert run.model is not None
-        paged = self.paged and run.device.type == "cuda"
+        device = stands_for(run.device)
+        paged = self.paged and device == "cuda"
         if self.paged and not paged:
-            run.notice(
-                f"adamw_8bit.paged: {run.device.type} has no managed memory; the moments are ordinary tensors here"
-            )
+            run.notice(f"adamw_8bit.paged: {device} has no managed memory; the moments are ordinary tensors here")
         wide = {id(p) for p in embedding_parameters(run.model)}
 
         def bits_of(parameter: nn.Parameter) -> int:

@@ -43,6 +43,10 @@ class GradientCheckpointing(Strategy):
     def provides(self) -> frozenset[Trait]:
         return frozenset({Trait.RECOMPUTE}) if self.every_n_layers == 1 else frozenset()
 
+    @property
+    def breaks(self) -> frozenset[Trait]:
+        return frozenset({Trait.RUN_ONCE})
+
     def wrap_model(self, model: nn.Module, run: Run) -> nn.Module:
         for block in blocks(model)[:: self.every_n_layers]:
             wrap_forward(block, lambda forward, block=block: _recomputed(forward, block))  # type: ignore[misc]

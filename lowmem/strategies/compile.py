@@ -37,6 +37,9 @@ class Compile(Strategy):
             raise UserError(f"compile.backend: there is no {self.backend}; known: {', '.join(sorted(known))}")
 
     def wrap_model(self, model: nn.Module, run: Run) -> nn.Module:
+        if run.device.type == "meta":  # compiled code allocates by a plan of its own, made for the real device
+            run.notice("compile: memory is predicted as without it; compiled layers mostly need less")
+            return model
         for block in blocks(model):
             wrap_forward(block, lambda forward: torch.compile(forward, backend=self.backend, dynamic=self.dynamic))
         return model
