@@ -110,7 +110,9 @@ class Search:
         doubted: list[tuple[float, Choice]] = []
         while queue:
             choice, guess = queue.take()
-            if any(set(plan.choice.gives_up) <= set(choice.gives_up) for plan in found) or self._needs_more_than_a_miss(choice):
+            if any(set(plan.choice.gives_up) <= set(choice.gives_up) for plan in found) or self._needs_more_than_a_miss(
+                choice
+            ):
                 continue
             if not guess.exact:
                 if self._hopeless(guess):

@@ -20,7 +20,6 @@ from lowmem.memory.subject import Subject
 from lowmem.memory.trace import Trace
 from lowmem.memory.work import Work
 
-
 _PASS = ("forward", "backward")
 
 

@@ -119,6 +119,8 @@ class Furthest:
         if value == "seq_length":
             choice = next(c for c in Costs(given).choices if c.method in methods)
             self.limit = min(self.limit, learned_positions(given.subject(choice).make_model(None)) or self.limit)
+        if value == "rank":  # a higher one than the width has no more to say
+            self.limit = min(self.limit, int(given.config("auto").get_text_config().hidden_size))
         self._searches: dict[int, Search] = {}
         self._number = count()
         self._heap: list[tuple[float, int, bool, int, _Path]] = []

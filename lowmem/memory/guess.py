@@ -42,7 +42,7 @@ class Problem:
 
     def model_of(self, choice: Choice) -> ModelConfig:
         """The recipe's block `model`."""
-        return replace(self.model, dtype=choice.dtype)
+        return replace(self.model, dtype=choice.dtype)  # type: ignore[arg-type]
 
     def subject(self, choice: Choice) -> Subject:
         """The run that a choice comes to."""

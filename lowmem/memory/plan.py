@@ -17,7 +17,7 @@ from lowmem.memory.choose import Miss, Plan, Search, needed
 from lowmem.memory.estimate import CONTEXT_BYTES, GIB
 from lowmem.memory.furthest import LARGEST, Furthest
 from lowmem.memory.guess import Problem
-from lowmem.memory.search import METHODS, Axis, axes_for, split_options
+from lowmem.memory.search import METHODS, Axis, axes_for
 from lowmem.memory.shapes import shape_config
 from lowmem.memory.subject import model_config
 from lowmem.schema import nearest
@@ -127,7 +127,7 @@ def problem(
     speed, capacity = _card(gpu_memory, gpu)
     half = "bfloat16" if speed.compute_capability >= (8, 0) else "float16"
     configs = cache(lambda dtype: model_config(replace(named, dtype=dtype)))
-    given = Problem(
+    return Problem(
         configs,
         replace(named, name_or_path=_trainable_name(named.name_or_path, configs("auto"))),
         numbers,
@@ -136,7 +136,6 @@ def problem(
         None if host_memory is None else parse_bytes(host_memory, "--host-memory"),
         axes if axes is not None else axes_for(numbers, half, _methods(method)),  # type: ignore[arg-type]
     )
-    return given
 
 
 def _card(gpu_memory: int | str | None, gpu: str | None) -> tuple[Card, int]:
@@ -207,8 +206,3 @@ def _nothing_fits(search: Search, methods: Iterable[str]) -> NothingFitsError:
 
 def _words(settings: dict[str, Any]) -> str:
     return ", ".join(settings) or "no strategies"
-
-
-def whole_batches(numbers: TrainingConfig) -> tuple[Any, ...]:
-    """The answer that splits no batch."""
-    return split_options(numbers.batch_size)[:1]

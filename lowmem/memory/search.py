@@ -151,17 +151,15 @@ def axes_for(
         methods: those to be searched.
         rank: of adapters.
     """
-    rows = (*_methods(half, rank), *_PRECISION(half))
-    by_axis = (
-        Axis("method", tuple(row for row in rows[:3] if row.name in methods), family=True),
-        Axis("precision", tuple(row for row in rows[3:] if half in row.half), family=True),
+    return (
+        Axis("method", tuple(row for row in _methods(half, rank) if row.name in methods), family=True),
+        Axis("precision", tuple(row for row in _precisions(half) if half in row.half), family=True),
         _OPTIMIZER,
         _PLACEMENT,
         _CHECKPOINTING,
         _LOSS,
         Axis("split", split_options(numbers.batch_size), per_row=True),
     )
-    return by_axis
 
 
 def _methods(half: Half, rank: int) -> tuple[Option, ...]:
@@ -180,7 +178,7 @@ def _methods(half: Half, rank: int) -> tuple[Option, ...]:
     )
 
 
-def _PRECISION(half: Half) -> tuple[Option, ...]:  # noqa: N802 - stands with the tables below
+def _precisions(half: Half) -> tuple[Option, ...]:
     return (
         # With adapters the frozen weights are 16-bit anyway: without autocast nothing would be more exact.
         Option("float32", methods=("full",)),
