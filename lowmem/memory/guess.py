@@ -171,11 +171,10 @@ class Family:
                 phases[phase] = phases.get(phase, 0) + size * (rows if axis.per_row else 1)
         return Guess(seconds, phases)
 
-    def adds(self, axis: Axis, one: Choice, other: Choice) -> float:
-        """By how much, in the phase where it is least, the other's answer on an axis takes more than the one's."""
-        effects = [self._effect_of(axis, choice.picks[axis.name].name) for choice in (one, other)]
-        phases = {**effects[0].phases, **effects[1].phases}
-        return min((effects[1].phases.get(p, 0) - effects[0].phases.get(p, 0) for p in phases), default=0)
+    def adds(self, axis: Axis, one: Choice, other: Choice, phase: str) -> float:
+        """By how many bytes, at the peak of a phase, the other's answer on an axis takes more than the one's."""
+        first, second = (self._effect_of(axis, choice.picks[axis.name].name) for choice in (one, other))
+        return second.phases.get(phase, 0) - first.phases.get(phase, 0)
 
     def _effect_of(self, axis: Axis, name: str) -> Guess:
         return Guess(0, {}) if name == self.base.picks[axis.name].name else self._effect(axis, name)
