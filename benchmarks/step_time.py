@@ -97,7 +97,7 @@ def speeds() -> list[dict[str, Any]]:
             config.num_hidden_layers, config.dtype = layers, torch.bfloat16
             numbers = TrainingConfig(batch_size=len(lengths), max_length=max(lengths), max_grad_norm=None)
             found = Work()
-            record(model_without_data(config), numbers, make(), "cuda", lengths, found)
+            record(model_without_data(config), numbers, make(), "cuda", lengths, work=found)
             return found * 0.5  # two steps
 
         whole = deep(work, shape_config(model).num_hidden_layers)

@@ -124,14 +124,14 @@ def test_a_mixture_of_strategies_is_predicted() -> None:
 
 
 def test_paged_moments_are_none_of_the_allocators() -> None:
-    """On a card they lie in managed memory (C-705's budget of the host); on a CPU they are ordinary tensors."""
+    """On a card they lie in managed memory; on a CPU they are ordinary tensors."""
     with torch.device("meta"):
         model = make_llama(num_hidden_layers=2, hidden_size=512, intermediate_size=512)
     kept = {}
     for paged in (False, True):
         trace = record(copy.deepcopy(model), training(), [AdamW8bit(paged=paged)], "cuda", LENGTHS)
         found = judge(trace, expandable=True)
-        kept[paged] = (found.ledger["optimizer state"], found.host_bytes)
+        kept[paged] = (found.ledger["optimizer state"], found.managed_bytes)
     moved = kept[False][0] - kept[True][0]
     assert moved > 0
     assert kept[True][1] - kept[False][1] == moved

@@ -63,7 +63,15 @@ def _show(found: Estimate) -> None:
     else:
         print(f"  {gib(found.peak_allocated_bytes)} of tensors at most")
     print(f"  peak in {found.phase}{place}, at {found.operation}")
-    print(f"  host: {gib(found.host_bytes)} of tensors, {gib(found.pinned_bytes)} of them pinned")
+    parts = ", ".join(f"{gib(size)} {category}" for category, size in found.host_phases[found.host_phase].items())
+    print(f"  host: {gib(found.host_bytes)} in {found.host_phase} ({parts})")
+    if found.managed_bytes:
+        print(
+            f"  paged optimizer state: {gib(found.managed_bytes)}, on the card where there is room, else on the host; "
+            f"one update needs {gib(found.managed_at_once)} of it on the card"
+        )
+    for text in found.left_out:
+        print(f"  left out: {text}")
     print(f"  tolerance: {found.error_band}")
     print_table(_ledger(found))
     largest = new_table("at the peak: largest", "GiB", "pieces")

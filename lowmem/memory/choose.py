@@ -89,7 +89,7 @@ class Plan:
 
 def needed(found: Estimate) -> int:
     """What an estimate asks of the allocator, the margin included."""
-    return int(found.peak_reserved_bytes * (1 + MARGIN))
+    return int(found.peak_reserved_bytes * (1 + MARGIN)) + found.managed_at_once
 
 
 class Search:

@@ -17,13 +17,14 @@ from torch import Tensor
 
 from lowmem.errors import UserError
 from lowmem.libraries import import_bitsandbytes
+from lowmem.memory.host import pinned_batches
 from lowmem.memory.meta_adapters import meta_adapters
 from lowmem.memory.meta_autocast import lowered, meta_autocast
 from lowmem.memory.meta_experts import meta_experts
+from lowmem.run import meta_stands_for
 
 Device = Literal["cpu", "cuda"]
 aten = torch.ops.aten
-_profiles: list[Device] = []  # of the open `on_meta` contexts, outermost first
 
 
 @contextmanager
@@ -34,12 +35,10 @@ def on_meta(device: Device = "cuda") -> Iterator[None]:
         device: `cuda`: flash or memory-efficient attention, foreach and fused optimizers, one-byte dropout masks;
             `cpu`: what torch does on a CPU.
     """
-    _profiles.append(device)
     functional = torch.nn.functional
     real_attention = functional.scaled_dot_product_attention
     attend = _attention(real_attention, _cuda_kernel if device == "cuda" else _cpu_kernel)
     with ExitStack() as stack:
-        stack.callback(_profiles.pop)
         stack.enter_context(patch.object(functional, "scaled_dot_product_attention", attend))
         stack.enter_context(meta_autocast(device))
         stack.enter_context(meta_adapters(device))
@@ -47,6 +46,7 @@ def on_meta(device: Device = "cuda") -> Iterator[None]:
         stack.enter_context(_masks())
         stack.enter_context(_flash_packages())
         stack.enter_context(_positions())
+        stack.enter_context(meta_stands_for(device))
         # tables that bitsandbytes makes once, on the device that asks first
         stack.enter_context(patch.dict(import_bitsandbytes().functional.name2qmap, clear=True))
         stack.enter_context(_optimizer_kernels("fused"))
@@ -57,13 +57,8 @@ def on_meta(device: Device = "cuda") -> Iterator[None]:
         if device == "cuda":
             stack.enter_context(_optimizer_kernels("foreach"))
             stack.enter_context(patch.object(functional, "dropout", _dropout))
-            stack.enter_context(_managed_memory())
+            stack.enter_context(pinned_batches())
         yield
-
-
-def stands_for(device: torch.device) -> str:
-    """The kind of device whose path is to be taken: `cuda` or `cpu` inside `on_meta`, else the device's own."""
-    return _profiles[-1] if device.type == "meta" and _profiles else device.type
 
 
 def _attention(real: Callable[..., Tensor], kernel: Callable[..., Tensor | None]) -> Callable[..., Tensor]:
@@ -273,31 +268,5 @@ def _random_states() -> Iterator[None]:
     with (
         patch.object(torch, "get_rng_state", lambda: state().clone()),  # an operation shows it to who looks at those
         patch.object(torch.random, "fork_rng", forked),
-    ):
-        yield
-
-
-@contextmanager
-def _managed_memory() -> Iterator[None]:
-    """bitsandbytes' paged moments: managed memory, which is none of the allocator's; `Trace` reads `kept_on`."""
-    bnb: Any = import_bitsandbytes()
-    optimizer = bnb.optim.optimizer.Optimizer8bit
-    real, real_prefetch = optimizer.get_state_buffer, bnb.functional.prefetch_tensor
-
-    def buffer(self: Any, p: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        if not (p.is_meta and self.is_paged and p.numel() >= 1e5):  # small ones are ordinary tensors
-            found: Tensor = real(self, p, dtype)
-            return found
-        moments: Any = torch.zeros_like(p, dtype=dtype)
-        moments.is_paged, moments.page_deviceid, moments.kept_on = True, 0, "managed"
-        return moments  # type: ignore[no-any-return]
-
-    def prefetch(tensor: Tensor, to_cpu: bool = False) -> None:
-        if not tensor.is_meta:
-            real_prefetch(tensor, to_cpu)
-
-    with (
-        patch.object(optimizer, "get_state_buffer", buffer),
-        patch.object(bnb.functional, "prefetch_tensor", prefetch),
     ):
         yield

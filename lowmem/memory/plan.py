@@ -124,6 +124,7 @@ def problem(
     """What is to be planned; see `plan`."""
     named = model if isinstance(model, ModelConfig) else ModelConfig(str(model))
     numbers = training or TrainingConfig()
+    numbers = numbers if numbers.output_dir else replace(numbers, output_dir="out")  # the result is saved, too
     speed, capacity = _card(gpu_memory, gpu)
     half = "bfloat16" if speed.compute_capability >= (8, 0) else "float16"
     configs = cache(lambda dtype: model_config(replace(named, dtype=dtype)))

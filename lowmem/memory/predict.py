@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +12,12 @@ from torch import Tensor, nn
 
 from lowmem.config import TrainingConfig
 from lowmem.memory.allocator import CachingAllocator, replay
+from lowmem.memory.host import highest, managed_bytes, pinned_bytes
+from lowmem.memory.load import from_host, move_rest
 from lowmem.memory.meta import Device, on_meta
 from lowmem.memory.meter import tensors_by_category
 from lowmem.memory.moments import Moment, moments, place_at
+from lowmem.memory.phases import Around, follow
 from lowmem.memory.trace import Trace
 from lowmem.memory.work import Work
 from lowmem.model import blocks
@@ -35,8 +39,9 @@ class Prediction:
         ledger: category -> bytes at the peak, unrounded.
         phases: phase -> its own peak, unrounded, and its ledger.
         holders: the largest groups of tensors at the peak: (bytes, count, what).
-        host_bytes, pinned_bytes: the most that tensors take of the host's memory (pinned ones included, and managed
-            ones, which move there when the card is full), and of memory that the card reads directly.
+        host_phase, host_bytes: when tensors take most of the host's ordinary memory, and how much.
+        pinned_bytes: what is taken of host memory that the card reads directly, in blocks of powers of two.
+        managed_bytes, managed_at_once: memory that moves between card and host, and how much of it an update touches.
     """
 
     peak_allocated_bytes: int
@@ -47,18 +52,22 @@ class Prediction:
     ledger: dict[str, int]
     phases: dict[str, Moment]
     holders: list[tuple[int, int, str]]
+    host_phase: str
     host_bytes: int
     pinned_bytes: int
+    managed_bytes: int
+    managed_at_once: int
 
 
 def record(
-    model: nn.Module,
+    model: nn.Module | Callable[[], nn.Module],
     training: TrainingConfig,
     strategies: Sequence[Strategy],
     device: Device,
     lengths: Sequence[int],
     look: Callable[[Trainer], None] | None = None,
     work: Work | None = None,
+    around: Around | None = None,
 ) -> Trace:
     """Two optimizer steps of the real trainer, loop and strategies, on rows of these lengths.
 
@@ -66,13 +75,15 @@ def record(
     follow each other, the first step runs one and the second two: the others would find what the second finds.
 
     Args:
-        model: without data (on the meta device), in the dtype it would be loaded in.
+        model: without data (on the meta device), in the dtype it would be loaded in; or what loads it, which is then
+            recorded, too, as is the building of the trainer (phase `load`).
         training: what a run writes, and when, is left out.
         strategies: new instances.
         device: what the run is to be like.
         lengths: tokens of each row of an optimizer batch; every token is a target.
         look: is shown the trainer, built and not yet run.
         work: is shown every operation, for the time it would take.
+        around: what the run does beside its steps; null: nothing.
     """
     rows = [{"input_ids": torch.ones(length, dtype=torch.int32).numpy()} for length in lengths]
     numbers = replace(
@@ -90,16 +101,30 @@ def record(
         early_stopping_threshold=0.0,
         report_to=[],
     )
-    with on_meta(device):
-        trainer = _trainer(model, rows, numbers, strategies)
+    with on_meta(device), ExitStack() as active:
         trace = Trace(device, work)
+        if isinstance(model, nn.Module):
+            trainer = _trainer(model, rows, numbers, strategies)
+            active.enter_context(trace)
+        else:
+            active.enter_context(trace)
+            with from_host(trace):
+                trainer = _trainer(model(), rows, numbers, strategies)
+                move_rest(trainer.model)
         trace.phase = "at rest"
-        with trace:
-            _follow(trace, trainer)
-            if look is not None:
-                look(trainer)
-            trainer.train()
-            _label(trace, trainer)
+        _label(trace, trainer)
+        trace.label_rest("held by strategies")
+        trace.mark("at rest")
+        plain = trainer.forward_backward
+        _follow(trace, trainer)
+        if look is not None:
+            look(trainer)
+        trainer.train()
+        _label(trace, trainer)
+        trace.mark("at rest")  # between two steps; an optimizer may have made its state meanwhile
+        if around is not None:
+            trainer.forward_backward = plain
+            follow(trace, trainer, around)
     return trace
 
 
@@ -134,8 +159,7 @@ def telling(micro_batches: list[list[Sample]], most: int) -> list[list[Sample]]:
 
 
 def _follow(trace: Trace, trainer: Trainer) -> None:
-    """Tell the trace what lives already, what gradients are, which phase it is, and which layer is at work."""
-    _label(trace, trainer)
+    """Tell the trace what gradients are, which phase it is, and which layer is at work."""
 
     def gradient(parameter: Tensor) -> None:
         if parameter.grad is not None:
@@ -194,16 +218,7 @@ def judge(trace: Trace, *, expandable: bool, capacity: int | None = None, vocabu
         peak.ledger,
         phases,
         trace.holders(peak.index)[:15],
-        _highest(trace, "host", "pinned", "managed"),
-        _highest(trace, "pinned"),
+        *highest(trace, "host"),
+        pinned_bytes(trace),
+        *managed_bytes(trace),
     )
-
-
-def _highest(trace: Trace, *places: str) -> int:
-    """The most bytes that lived at once in memory of these kinds."""
-    live = most = 0
-    for number, size in trace.host_events:
-        if trace.storages[number].kept_on in places:
-            live += size
-            most = max(most, live)
-    return most

@@ -5,19 +5,26 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from lowmem.config import ModelConfig, TrainingConfig
-from lowmem.loading import model_without_data
+from lowmem.config import DataConfig, LoadConfig, ModelConfig, TrainingConfig
+from lowmem.data import prompts_and_answers
+from lowmem.errors import UserError
+from lowmem.loading import is_gguf, load_tokenizer, model_without_data
+from lowmem.memory.load import META, load_without_data
 from lowmem.memory.meta import Device
+from lowmem.memory.phases import Answers, Around, largest_batch
 from lowmem.memory.predict import record
 from lowmem.memory.shapes import find_config
 from lowmem.memory.trace import Trace
 from lowmem.memory.work import Work
 from lowmem.model import resize_embeddings
-from lowmem.strategy import Strategy
+from lowmem.run import Run
+from lowmem.strategies import with_defaults
+from lowmem.strategy import Stage, Strategy, resolve, traits
 
 if TYPE_CHECKING:
     from lowmem.recipe import Recipe
@@ -36,6 +43,10 @@ class Subject:
         vocabulary: width of the logits.
         training: the numbers of the run.
         strategies: copied before they are used.
+        source: what the recipe says of the model; null where it is given in memory.
+        load: a new model as it comes from its files (layers, strategies, device); null where it is given in memory.
+        data: what is evaluated and answered beside training; null: nothing.
+        answers: the prompts that are answered, where they are known.
     """
 
     name: str
@@ -45,15 +56,20 @@ class Subject:
     vocabulary: int
     training: TrainingConfig
     strategies: Sequence[Strategy]
+    source: ModelConfig | None = None
+    load: Callable[[int | None, Sequence[Strategy], Device], nn.Module] | None = None
+    data: DataConfig | None = None
+    answers: Answers | None = None
 
     @classmethod
     def of(cls, recipe: Recipe) -> Subject:
-        """A recipe's run. Neither weights nor rows are read.
+        """A recipe's run. No weights are read; of the data only prompts, where they and the tokenizer lie here.
 
         Raises:
             UserError: the architecture is not to be had.
         """
-        return cls.of_config(model_config(recipe.model), recipe.model, recipe.training, recipe.strategies)
+        subject = cls.of_config(model_config(recipe.model), recipe.model, recipe.training, recipe.strategies)
+        return replace(subject, data=recipe.data, answers=known_answers(recipe.model, recipe.data))
 
     @classmethod
     def of_config(
@@ -61,21 +77,31 @@ class Subject:
     ) -> Subject:
         """A run of the architecture that a transformers configuration describes."""
         text = config.get_text_config()
+        rows = int(text.vocab_size) + len(model.add_tokens or ())
+
+        def plain(layers: int | None) -> nn.Module:
+            made: nn.Module = model_without_data(config if layers is None else with_layers(config, layers))
+            return made
 
         def make(layers: int | None) -> nn.Module:
-            made: nn.Module = model_without_data(config if layers is None else with_layers(config, layers))
-            if model.add_tokens:
-                resize_embeddings(made, text.vocab_size + len(model.add_tokens))
-            return made
+            return _grown(plain(layers), rows if model.add_tokens else 0)
+
+        def load(layers: int | None, strategies: Sequence[Strategy], device: Device) -> nn.Module:
+            wanted = load_config(model, training, strategies)
+            on_host = device == "cuda" and is_gguf(model) and any(s.stage is Stage.QUANTIZE for s in strategies)
+            loaded = load_without_data(lambda: plain(layers), wanted, "host" if on_host else "device")
+            return _grown(loaded, rows if model.add_tokens else 0)
 
         return cls(
             model.name_or_path,
             make,
             int(text.num_hidden_layers),
             _pattern(text),
-            int(text.vocab_size) + len(model.add_tokens or ()),
+            rows,
             training,
             strategies,
+            model,
+            load,
         )
 
     def with_strategies(self, strategies: Sequence[Strategy]) -> Subject:
@@ -89,11 +115,44 @@ class Subject:
         layers: int | None = None,
         look: Callable[[Trainer], None] | None = None,
         work: Work | None = None,
+        whole: bool = False,
     ) -> Trace:
-        """Two optimizer steps on rows of these lengths; see `predict.record`."""
-        return record(
-            self.make_model(layers), self.training, copy.deepcopy(list(self.strategies)), device, lengths, look, work
+        """Two optimizer steps on rows of these lengths; see `predict.record`.
+
+        Args:
+            lengths: tokens of each row of the optimizer batch.
+            device: what the run is to be like.
+            layers: of the model; null: all.
+            look: is shown the trainer.
+            work: is shown every operation.
+            whole: with what comes before and after the steps.
+        """
+        strategies = copy.deepcopy(list(self.strategies))
+        if not whole:
+            return record(self.make_model(layers), self.training, strategies, device, lengths, look, work)
+        load = self.load
+        model = self.make_model(layers) if load is None else lambda: load(layers, self.strategies, device)
+        return record(model, self.training, strategies, device, lengths, look, work, self.around)
+
+    @property
+    def around(self) -> Around:
+        """What the run does beside its steps."""
+        numbers = self.training
+        evaluates = self.data is not None and self.data.eval is not None
+        saves = numbers.output_dir is not None
+        return Around(
+            (numbers.max_length,) * numbers.eval_batch_size if evaluates else (),
+            self.answers,
+            checkpoints=saves and numbers.save_steps is not None,
+            result=saves,
         )
+
+    @property
+    def left_out(self) -> list[str]:
+        """Parts of the run that cannot be followed, in words."""
+        if self.data is None or self.data.exact_match is None or self.answers is not None:
+            return []
+        return ["answers to data.exact_match: its rows, or the tokenizer, are not on this machine"]
 
     @property
     def shallow(self) -> int | None:
@@ -122,6 +181,45 @@ def read_subject(
     if _is_recipe(name):
         return Subject.of(load_recipe(name, more, check_files=False))
     return Subject.of(recipe_from_overrides([f"model.name_or_path={name}", *more]))
+
+
+def load_config(model: ModelConfig, training: TrainingConfig, strategies: Sequence[Strategy]) -> LoadConfig:
+    """How a model is loaded for a run, on the meta device."""
+    ordered = resolve(with_defaults(copy.deepcopy(list(strategies)), training))
+    run = Run(training, META, traits(ordered)[0])
+    load = LoadConfig.of(model, META)
+    for strategy in ordered:
+        load = strategy.configure(load, run)
+    return load
+
+
+def known_answers(model: ModelConfig, data: DataConfig) -> Answers | None:
+    """The largest batch of held-out prompts, where they and the tokenizer lie on this machine."""
+    if data.exact_match is None or not _is_here(model):
+        return None
+    try:
+        tokenizer = load_tokenizer(model)
+        return None if tokenizer is None else largest_batch(tokenizer, prompts_and_answers(data.exact_match, data))
+    except UserError:
+        return None  # the run itself says what is wrong with it
+
+
+def _is_here(model: ModelConfig) -> bool:
+    """Whether a model's tokenizer can be had without a network."""
+    from huggingface_hub import try_to_load_from_cache
+
+    from lowmem.fetch import resolve_model
+
+    name = resolve_model(model.name_or_path)
+    return Path(name).exists() or isinstance(
+        try_to_load_from_cache(name, "tokenizer_config.json", revision=model.revision), str
+    )
+
+
+def _grown(model: nn.Module, rows: int) -> nn.Module:
+    if rows:
+        resize_embeddings(model, rows)
+    return model
 
 
 def _is_recipe(name: str) -> bool:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils import _device
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -34,8 +35,8 @@ class Storage:
         phase: when it was born (`load`, `forward`, `backward`, `step`, `evaluate` ...).
         label: its category, where it is known.
         place: the part of the model that was at work (`layer 12`), where it is known.
-        kept_on: `device`, `host`, `pinned` (host memory that the card reads directly) or `managed` (memory that moves
-            between both).
+        kept_on: `device`; `host`; `pinned` (host memory that the card reads directly); `managed` (memory that moves
+            between the two, and of which the allocator knows nothing); `nowhere` (shapes without memory).
     """
 
     size: int
@@ -57,7 +58,8 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         storages: number -> storage.
         events: (number of the storage, bytes); negative bytes: it died.
-        host_events: the same for memory of the host, where the device is a card (on a CPU there is no difference).
+        host_events: the same for `host`, `pinned` and `managed` memory, where the device is a card (on a CPU there is
+            no difference).
         times: when each event came, in seconds.
         phase: what is going on; inside a backward pass it is `backward` by itself.
         place: which part of the model is at work, for those who know.
@@ -148,7 +150,10 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return number
 
     def _record(self, number: int, size: int) -> None:
-        if self.device == "cuda" and self.storages[number].kept_on != "device":
+        kept_on = self.storages[number].kept_on
+        if kept_on == "nowhere":
+            return
+        if self.device == "cuda" and kept_on != "device":
             self.host_events.append((number, size))
             return
         self.events.append((number, size))
@@ -168,12 +173,16 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if number is None:
             size = storage.nbytes()
             name = self._names.get(op) or self._names.setdefault(op, str(op))
-            kept_on = getattr(tensor, "kept_on", "device" if tensor.device.type != "cpu" else "host")
-            number = self._numbers[address] = self._born(size, name, tuple(tensor.shape), kept_on=kept_on)
+            number = self._numbers[address] = self._born(size, name, tuple(tensor.shape), kept_on=_place(tensor))
             self._guards[number] = weakref.ref(storage, lambda _, a=address, n=number, s=size: self._died(a, n, s))  # type: ignore[misc]
         if label is not None:
             self.storages[number].label = label
         return number
+
+    def place_of(self, tensor: Tensor) -> str | None:
+        """Where a tensor's storage lies (`Storage.kept_on`); None where it was never seen."""
+        number = self._numbers.get(tensor.untyped_storage()._cdata)
+        return None if number is None else self.storages[number].kept_on
 
     def _died(self, address: int, number: int, size: int) -> None:
         self._numbers.pop(address, None)
@@ -188,6 +197,16 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield
         finally:
             self.phase = before
+
+    def label_rest(self, label: str) -> None:
+        """A category for what lives now and has none."""
+        for number in self._guards:
+            self.storages[number].label = self.storages[number].label or label
+
+    def mark(self, phase: str) -> None:
+        """What lives now is seen as the first moment of a phase, also where nothing is born in it."""
+        with self.during(phase):
+            self._born(0, f"beginning of {phase}", ())
 
     # -- looking back -------------------------------------------------------------------------------------------------
 
@@ -219,6 +238,28 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             sizes[words] += storage.size
             counts[words] += 1
         return [(size, counts[words], words) for words, size in sizes.most_common()]
+
+
+_keeping: list[str] = []
+
+
+def _place(tensor: Tensor) -> str:
+    """Where a new tensor lies; inside `with torch.device("meta")` modules are made that get their weights later."""
+    if getattr(tensor, "is_paged", False):  # bitsandbytes' mark
+        return "managed"
+    if tensor.is_meta and getattr(_device.CURRENT_DEVICE, "type", None) == "meta":
+        return "nowhere"
+    return _keeping[-1] if _keeping else "device" if tensor.device.type != "cpu" else "host"
+
+
+@contextmanager
+def keeping(where: str) -> Iterator[None]:
+    """Inside, what is born lies in this kind of memory (see `Storage.kept_on`), whatever device its tensor names."""
+    _keeping.append(where)
+    try:
+        yield
+    finally:
+        _keeping.pop()
 
 
 _fresh: dict[Any, bool] = {}  # operation -> whether it returns one new tensor, and changes nothing

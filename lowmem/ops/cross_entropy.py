@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowmem.memory.meta import stands_for
+from lowmem.run import device_kind
 
 # A card reads the whole head for every chunk, so its chunks are large; a CPU is as fast with small ones.
 _LOGITS_PER_CHUNK = {"cpu": 2**22, "cuda": 2**24}  # 16 and 64 MiB in float32
@@ -50,7 +50,7 @@ def linear_cross_entropy(
         A scalar in float32 (float64 for float64 inputs).
     """
     device = hidden.device.type
-    chunk = chunk_size or default_chunk_size(weight.shape[0], stands_for(hidden.device))
+    chunk = chunk_size or default_chunk_size(weight.shape[0], device_kind(hidden.device))
     autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if autocast else hidden.dtype
     arguments = (hidden, weight, bias, targets, loss_weights, chunk, softcap, dtype)

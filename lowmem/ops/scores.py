@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowmem.memory.meta import stands_for
 from lowmem.ops.cross_entropy import default_chunk_size
+from lowmem.run import device_kind
 
 
 def linear_scores(
@@ -35,7 +35,7 @@ def linear_scores(
     """
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-    chunk = chunk_size or default_chunk_size(weight.shape[0], stands_for(hidden.device))
+    chunk = chunk_size or default_chunk_size(weight.shape[0], device_kind(hidden.device))
     wide = torch.promote_types(dtype, torch.float32)
     loss, hits = (
         torch.zeros((), dtype=wide, device=hidden.device),
