@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,7 @@ def test_a_new_strategy_is_one_more_row(tmp_path: Path) -> None:
 FAST = {"precision": ["autocast"], "optimizer": ["8-bit AdamW"], "placement": ["step"]}
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma", "gpt2"])
+@pytest.mark.parametrize("kind", ["llama", "gemma"])
 def test_figures_of_two_shallow_traces_are_those_of_the_full_depth(kind: str, tmp_path: Path) -> None:
     given = problem(str(save_config(tmp_path, kind)), "24GiB", training=NUMBERS, method="lora")
     axes = small_axes(NUMBERS, {**FAST, "split": ["1 at a time"], "loss": ["whole"]}, ["lora"])
@@ -180,7 +181,7 @@ def fastest_of_all(given: Problem, method: str, known: dict[Any, Any]) -> tuple[
     every = []
     for choice in choices(given.axes, given.training):
         if choice.method == method:
-            key = (*choice.key, given.training, id(given.config))
+            key = (*choice.key, given.training.batch_size, given.training.max_length, id(given.config))
             if key not in known:
                 known[key] = traced(given.subject(choice), given.lengths, None)
             every.append((known[key].seconds(given.card), known[key].allocated, choice))
@@ -188,7 +189,7 @@ def fastest_of_all(given: Problem, method: str, known: dict[Any, Any]) -> tuple[
     for seconds, allocated, choice in sorted(every, key=lambda item: item[0]):
         if allocated > given.capacity:
             continue
-        key = ("estimate", *choice.key, given.training, id(given.config))
+        key = ("estimate", *choice.key, given.training.batch_size, given.training.max_length, id(given.config))
         if key not in known:
             known[key] = search.estimate(choice)
         if needed(known[key]) <= given.capacity:
@@ -222,8 +223,9 @@ def random_problems(folder: Path, number: int, seed: int = 0) -> list[tuple[Prob
         place = save_config(folder / str(len(found)), kind, **changes)
         numbers = TrainingConfig(batch_size=rng.choice([2, 4]), max_length=rng.choice([64, 256, 500]))
         card = rng.choice(["rtx 4090", "rtx 3060", "a100 80gb", "l4"])
-        axes = small_axes(numbers, {"precision": rng.sample(["autocast", "pure bfloat16"], 1),
-                                    "placement": rng.choice([["step"], ["in backward", "step"]])}, [method])  # fmt: skip
+        placement = rng.choice([["step"], ["in backward", "step"]])
+        precision = rng.sample(["autocast", "pure bfloat16"], 1)
+        axes = small_axes(numbers, {"precision": precision, "placement": placement}, [method])
         given = problem(str(place), "24GiB", gpu=card, training=numbers, method=method, axes=axes)
         assert len(Costs(given).choices) <= 64
         base = Costs(given)
@@ -242,7 +244,9 @@ def test_no_combination_that_fits_is_faster(tmp_path: Path) -> None:
         gpu="rtx 3060",
         training=replace(NUMBERS, batch_size=2),
         axes=small_axes(
-            replace(NUMBERS, batch_size=2), {"precision": ["pure bfloat16"], "optimizer": ["8-bit AdamW"]}, ["full"]
+            replace(NUMBERS, batch_size=2),
+            {"precision": ["pure bfloat16"], "optimizer": ["8-bit AdamW"], "loss": ["whole"]},
+            ["full"],
         ),
     )
     known: dict[Any, Any] = {}
@@ -253,41 +257,41 @@ def test_no_combination_that_fits_is_faster(tmp_path: Path) -> None:
 def test_exhaustive_search_never_beats_the_choice(tmp_path: Path) -> None:
     known: dict[Any, Any] = {}
     fitting = [check_against_all(given, method, known) for given, method in random_problems(tmp_path, 30)]
-    assert 15 <= sum(fitting)
+    assert sum(fitting) >= 15
 
 
 def test_plans_give_up_less_and_less_and_say_why_none_is_faster(tmp_path: Path) -> None:
-    folder = str(save_config(tmp_path, num_hidden_layers=3))
-    given = problem(folder, "24GiB", gpu="rtx 4090", training=NUMBERS, method="lora")
-    axes = small_axes(NUMBERS, {"placement": ["step"], "split": ["all rows at once", "1 at a time"]}, ["lora"])
-    costs = Costs(replace(given, axes=axes))
-    heavy = max(costs.choices, key=lambda choice: costs.guess(choice).allocated)
-    gib = (costs.figures(heavy).allocated + CONTEXT_BYTES) / GIB
-    found = plan(folder, f"{gib:.4f}GiB", gpu="rtx 4090", training=NUMBERS, method="lora", axes=axes)
+    folder = str(save_config(tmp_path, num_hidden_layers=2, vocab_size=8000))
+    keep = {"placement": ["step"], "split": ["all rows at once"], "precision": ["autocast"]}
+    axes = small_axes(NUMBERS, {**keep, "checkpointing": ["none", "every layer"]}, ["full"])
+    costs = Costs(problem(folder, "24GiB", training=NUMBERS, axes=axes))
+    heaviest = max(costs.figures(choice).allocated for choice in costs.choices)
+    size = heaviest + CONTEXT_BYTES
+    found = plan(folder, size, gpu="rtx 4090", training=NUMBERS, method="full", axes=axes)
     assert [one.seconds for one in found] == sorted(one.seconds for one in found)
-    for faster, slower in zip(found, found[1:], strict=False):
-        assert not set(faster.choice.gives_up) <= set(slower.choice.gives_up)
-    for one in found:
-        assert one.needed_bytes <= gib * GIB
-        if one.faster is not None:
-            assert one.faster.seconds < one.seconds
-            assert one.faster.over_bytes > 0
+    assert all(not set(a.choice.gives_up) <= set(b.choice.gives_up) for a, b in pairwise(found))
+    assert all(one.needed_bytes <= size for one in found)
+    misses = [one.faster for one in found if one.faster is not None]
+    assert misses
+    assert all(miss.seconds < one.seconds for one, miss in zip(found, misses, strict=False))
+    assert all(miss.over_bytes > 0 and miss.where in ("forward", "backward", "step") for miss in misses)
 
 
 def test_host_memory_is_a_bound_of_its_own(tmp_path: Path) -> None:
     folder = str(save_config(tmp_path, num_hidden_layers=2))
-    axes = small_axes(NUMBERS, {"precision": ["autocast"], "split": ["1 at a time"], "checkpointing": ["none"],
-                                "placement": ["step"], "loss": ["whole"], "optimizer": ["AdamW"]}, ["full"])  # fmt: skip
+    keep = {**FAST, "split": ["1 at a time"], "checkpointing": ["none"], "loss": ["whole"]}
+    axes = small_axes(NUMBERS, keep, ["full"])
     options: dict[str, Any] = {"training": NUMBERS, "method": "full", "axes": axes}
-    (found,) = plan(folder, "2GiB", host_memory="1GiB", **options)
-    assert 0 < found.estimate.host_bytes <= GIB
-    with pytest.raises(NothingFitsError, match="--host-memory"):
+    (found,) = plan(folder, "2GiB", host_memory="8GiB", **options)
+    assert 0 < found.estimate.host_bytes <= 8 * GIB
+    with pytest.raises(NothingFitsError, match="--host-memory: nothing fits"):
         plan(folder, "2GiB", host_memory=found.estimate.host_bytes - 1, **options)
 
 
 def test_where_nothing_fits_it_says_what_would(tmp_path: Path) -> None:
     folder = str(save_config(tmp_path, num_hidden_layers=3))
-    axes = small_axes(NUMBERS, {**FAST, "split": ["1 at a time"], "loss": ["in chunks"]}, ["full"])
+    keep = {**FAST, "split": ["1 at a time"], "loss": ["in chunks"], "checkpointing": ["every layer"]}
+    axes = small_axes(NUMBERS, keep, ["full"])
     given = problem(folder, "1GiB", training=replace(NUMBERS, max_length=512), method="full", axes=axes)
     search = Search(given)
     least = needed(search.estimate(search.leanest(["full"])))
@@ -300,20 +304,25 @@ def test_where_nothing_fits_it_says_what_would(tmp_path: Path) -> None:
 # -- how far ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", ["seq_length", "batch_size", "rank"])
+SLOW = [pytest.param(value, marks=pytest.mark.slow) for value in ("batch_size", "rank")]
+
+
+@pytest.mark.parametrize("value", ["seq_length", *SLOW])
 def test_the_largest_value_fits_and_a_few_per_cent_more_does_not(value: str, tmp_path: Path) -> None:
-    given = problem(str(save_config(tmp_path, num_hidden_layers=3)), "24GiB", training=NUMBERS, method="lora")
-    keep = {**FAST, "checkpointing": ["every layer"], "loss": ["in chunks"]}
-    axes = small_axes(NUMBERS, keep, ["lora"])
-    given = replace(given, axes=axes, capacity=160 * MIB)
-    found = Furthest(given, value, ["lora"]).find()
+    given = problem(str(save_config(tmp_path, num_hidden_layers=2)), "24GiB", training=NUMBERS, method="lora")
+    keep = {**FAST, "checkpointing": ["every layer"], "loss": ["whole"], "split": ["1 at a time"]}
+    if value == "batch_size":
+        keep["split"] = ["all rows at once"]
+    given = replace(given, axes=small_axes(NUMBERS, keep, ["lora"]), capacity=GIB)
+    search = Furthest(given, value, ["lora"])
+    found = search.find()
     assert found is not None
     largest, best = found
     assert needed(best.estimate) <= given.capacity
-    if largest == Furthest(given, value, ["lora"]).limit:
+    if value == "rank":  # of a model as narrow as this, any fits
+        assert largest == search.limit == 128
         return
-    more = Furthest(given, value, ["lora"])
-    at = more.kind.at(given, max(largest + 1, round(largest * 1.05)))
+    at = search.kind.at(given, round(largest * 1.05))
     for choice in Costs(at).choices:
         assert needed(Search(at).estimate(choice)) > given.capacity
 

@@ -20,7 +20,7 @@ def plan(
     model: Annotated[str, typer.Option(help="A hub id, a known shape (llama-3.1-8b), a folder, a config.json.")],
     gpu_memory: Annotated[str | None, typer.Option(help="Of the card: 24GiB, 24GB (10^9 bytes each), bytes.")] = None,
     gpu: Annotated[str | None, typer.Option(help="The card whose speed is reckoned with: rtx 4090.")] = None,
-    host_memory: Annotated[str | None, typer.Option(help="What tensors may take of the host's memory.")] = None,
+    host_memory: Annotated[str | None, typer.Option(help="What a process may take of the host's memory.")] = None,
     seq_length: Annotated[int, typer.Option(min=2, help="Tokens per row (training.max_length).")] = 1024,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows per optimizer step (training.batch_size).")] = 8,
     method: Annotated[str | None, typer.Option(help="full, lora or qlora; without it all three.")] = None,

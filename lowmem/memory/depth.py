@@ -31,7 +31,7 @@ class Figures:
         phases: phase -> allocated bytes at its peak, in the allocator's rounded sizes.
         ledgers: phase -> category -> bytes at its peak.
         floor: allocated bytes between two steps: weights and optimizer state.
-        host_bytes: the most that tensors take of the host's memory.
+        host_bytes: the most that tensors take of the host's memory during a step.
         work: of one optimizer step, all micro-batches counted.
     """
 

@@ -23,7 +23,7 @@ class Problem:
         training: the numbers of the run; rows of `max_length` tokens are planned for.
         card: whose speed is reckoned with.
         capacity: bytes the allocator may reserve.
-        host: bytes tensors may take of the host's memory; null: no bound.
+        host: bytes the process may take of the host's memory; null: no bound.
         axes: what is searched.
     """
 

@@ -49,7 +49,7 @@ def plan(
         model: hub id, name of a known shape, folder, `config.json` or GGUF file; no weights are read.
         gpu_memory: of the card, bytes or such as `24GiB`; null: what `gpu` has.
         gpu: the card whose speed is reckoned with; null: the best-known one of that memory.
-        host_memory: what tensors may take of the host's memory; null: no bound.
+        host_memory: what the process may take of the host's memory; null: no bound.
         training: the numbers of the run; every row is taken to have `max_length` tokens.
         method: `full`, `lora` or `qlora`; null: all three.
         few: how many plans of a method that was given.
@@ -187,15 +187,18 @@ def _nothing_fits(search: Search, methods: Iterable[str]) -> NothingFitsError:
     """What would: a larger card, or shorter rows."""
     given, names = search.problem, list(methods)
     leanest = search.leanest(names)
-    asks = needed(search.estimate(leanest)) + CONTEXT_BYTES
-    has = given.capacity + CONTEXT_BYTES
-    what = " or ".join(names)
+    found = search.estimate(leanest)
+    asks, has = needed(found) + CONTEXT_BYTES, given.capacity + CONTEXT_BYTES
+    words = ", ".join(leanest.settings()) or "no strategies"
+    if asks <= has:
+        return NothingFitsError(
+            f"plan: --host-memory: nothing fits; {words} fits the card and needs {found.host_bytes / GIB:.2f} GiB of "
+            f"the host's memory in {found.host_phase}"
+        )
     message = (
-        f"plan: nothing fits {has / GIB:.2f} GiB: with {what} and {given.training.max_length:,} tokens a row, the "
-        f"leanest combination tried needs {asks / GIB:.2f} GiB ({_words(leanest.settings())})"
+        f"plan: nothing fits {has / GIB:.2f} GiB: with {' or '.join(names)} and {given.training.max_length:,} tokens a "
+        f"row, the leanest combination tried needs {asks / GIB:.2f} GiB ({words})"
     )
-    if asks <= has:  # then it is the host's memory
-        return NothingFitsError(f"plan: nothing fits into --host-memory {given.host:,} bytes; {_words({})}")
     shorter = Furthest(given, "seq_length", names, below=given.training.max_length).find()
     hint = (
         f"; {shorter[0]:,} tokens a row would fit"
@@ -203,7 +206,3 @@ def _nothing_fits(search: Search, methods: Iterable[str]) -> NothingFitsError:
         else "; no length fits" + ("" if "qlora" in names else ", --method qlora needs less")
     )
     return NothingFitsError(f"{message}; a card with {math.ceil(asks / GIB)} GiB would do{hint}")
-
-
-def _words(settings: dict[str, Any]) -> str:
-    return ", ".join(settings) or "no strategies"

@@ -45,7 +45,7 @@ def _head(plan: Plan, name: str) -> str:
         f"Predicted for rows of {numbers.max_length:,} tokens, the time for {plan.problem.card.name}:",
         f"  {plan.needed_bytes / GIB:.2f} GiB of the card: {found.peak_reserved_bytes / GIB:.2f} reserved, "
         f"{MARGIN:.0%} margin, {found.context_bytes / GIB:.2f} for CUDA itself",
-        f"  {found.host_bytes / GIB:.2f} GiB of the host's memory in tensors",
+        f"  {found.host_bytes / GIB:.2f} GiB of the host's memory (in {found.host_phase})",
         f"  {plan.seconds:.3g} s per optimizer step, {plan.tokens_per_second:,.0f} tokens/s",
         f"At the peak ({found.phase}{', ' + found.place if found.place else ''}), in GiB:",
         *(f"  {size / GIB:7.3f}  {category}" for category, size in found.ledger.items() if size >= GIB / 1000),
