@@ -78,8 +78,8 @@ def estimate(
         rows = {"batch": worst.words, "eval_lengths": held_out and list(held_out)}
         print_json(found.as_dict() | rows | fits)
     else:
-        print(f"predicted for {worst.words}{'' if data else ' (--data reads the real rows)'}")
         show_estimate(found, card, recipe)
+        print(f"Predicted for {worst.words}{'' if data else ' (--data reads the real rows)'}.")
 
 
 def waterfall(

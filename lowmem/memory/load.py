@@ -33,7 +33,7 @@ def load_without_data(make: Callable[[], Any], load: LoadConfig, place: str = "d
     if load.attn_implementation:
         options["attn_implementation"] = load.attn_implementation
     # neither `make`'s nor transformers' own skeleton has memory
-    with _without_bars(), _as_with_data(place), keeping("nowhere"):
+    with without_bars(), _as_with_data(place), keeping("nowhere"):
         source = make()
         model: nn.Module = type(source).from_pretrained(
             None,
@@ -49,8 +49,8 @@ def load_without_data(make: Callable[[], Any], load: LoadConfig, place: str = "d
 
 
 @contextmanager
-def _without_bars() -> Iterator[None]:
-    """transformers would show a bar for weights that nobody reads."""
+def without_bars() -> Iterator[None]:
+    """transformers would show bars for weights that nobody reads or writes."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()

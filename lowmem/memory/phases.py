@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lowmem import checkpoint, weights
 from lowmem.answers import Prompt, continued, longest_answer, prompt_ids
-from lowmem.memory.load import OnDisk
+from lowmem.memory.load import OnDisk, without_bars
 from lowmem.memory.trace import Trace, keeping
 from lowmem.run import device_kind
 
@@ -68,7 +68,10 @@ def follow(trace: Trace, trainer: Trainer, around: Around) -> None:
             answer(model, around.answers)
     if around.checkpoints or around.result:
         trace.mark("save")
-        with trace.during("save"), tempfile.TemporaryDirectory() as folder, files_without_data(), unknown_is_no():
+        with ExitStack() as stack:
+            for context in (trace.during("save"), without_bars(), files_without_data(), unknown_is_no()):
+                stack.enter_context(context)
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
             if around.checkpoints:
                 trainer.save_checkpoint(Path(folder, "checkpoint-000002"))
             if around.result:

@@ -9,7 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from lowmem.config import DataConfig, LoadConfig, ModelConfig, TrainingConfig

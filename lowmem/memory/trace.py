@@ -208,8 +208,9 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def mark(self, phase: str) -> None:
         """What lives now is seen as the first moment of a phase, also where nothing is born in it."""
-        with self.during(phase):
-            self._born(0, f"beginning of {phase}", ())
+        before, self.phase = self.phase, phase
+        self._born(0, f"beginning of {phase}", ())
+        self.phase = before
 
     # -- looking back -------------------------------------------------------------------------------------------------
 
