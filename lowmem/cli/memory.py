@@ -78,8 +78,7 @@ def estimate(
         rows = {"batch": worst.words, "eval_lengths": held_out and list(held_out)}
         print_json(found.as_dict() | rows | fits)
     else:
-        show_estimate(found, card, recipe)
-        print(f"Predicted for {worst.words}{'' if data else ' (--data reads the real rows)'}.")
+        show_estimate(found, card, recipe, worst.words + ("" if data else " (--data reads the real rows)"))
 
 
 def waterfall(

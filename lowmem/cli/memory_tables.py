@@ -43,13 +43,14 @@ class Unit(NamedTuple):
 _HOLDER = re.compile(r"(?P<what>.*) \[(?P<shape>[\d, ]*)\] (?P<phase>[\w ]+)")
 
 
-def show_estimate(found: Estimate, card: int | None, asked: str) -> None:
+def show_estimate(found: Estimate, card: int | None, asked: str, batch: str) -> None:
     """The headline, the ledger, the rule beside it, the largest holders.
 
     Args:
         found: the estimate.
         card: bytes of a card that it is held against.
         asked: the recipe or model as the user wrote it.
+        batch: which rows it is for, in words.
     """
     if found.device == "cuda":
         print(
@@ -65,6 +66,7 @@ def show_estimate(found: Estimate, card: int | None, asked: str) -> None:
         print(
             f"{short(found.model)} needs {gib(found.peak_allocated_bytes)} for tensors ({rows(found.lengths)} per step)"
         )
+    _line("rows", batch)
     place = f", {found.place}" if found.place else ""
     _line("peak", f"in phase {found.phase}{place}, at {operation(found.operation)}")
     parts = ", ".join(f"{gib(size)} {category}" for category, size in found.host_phases[found.host_phase].items())

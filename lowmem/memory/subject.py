@@ -17,11 +17,11 @@ from lowmem.errors import UserError
 from lowmem.loading import is_gguf, load_tokenizer, model_without_data
 from lowmem.memory.load import META, load_without_data
 from lowmem.memory.meta import Device
-from lowmem.memory.meter import _quant_state
 from lowmem.memory.phases import Answers, Around, largest_batch
 from lowmem.memory.predict import record
 from lowmem.memory.shapes import find_config
 from lowmem.memory.trace import Trace
+from lowmem.memory.twins import pattern_of, with_layers, without_data
 from lowmem.memory.work import Work
 from lowmem.model import blocks, resize_embeddings
 from lowmem.run import Run
@@ -98,7 +98,7 @@ class Subject:
             model.name_or_path,
             make,
             int(text.num_hidden_layers),
-            _pattern(text),
+            pattern_of(text),
             rows,
             training,
             strategies,
@@ -279,38 +279,3 @@ def model_config(model: ModelConfig) -> Any:
     if model.attn_implementation:
         config._attn_implementation = model.attn_implementation
     return config
-
-
-def with_layers(config: Any, layers: int) -> Any:
-    """The configuration with fewer (or more) layers; lists with one entry per layer are cut or continued."""
-    config = copy.deepcopy(config)
-    text = config.get_text_config()
-    before = int(text.num_hidden_layers)
-    for name, value in list(vars(text).items()):
-        if isinstance(value, list) and len(value) == before:
-            setattr(text, name, [value[i % before] for i in range(layers)])
-    text.num_hidden_layers = layers
-    return config
-
-
-def without_data(module: nn.Module) -> nn.Module:
-    """A copy of a module on the meta device. Quantised weights (bitsandbytes) keep their scales there, too."""
-    parameters = list(module.parameters())
-    memo: dict[int, Any] = {id(t): t.to("meta") for t in module.buffers()}
-    for parameter in parameters:
-        memo |= {id(t): t.to("meta") for t in _quant_state(parameter)}
-        data = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
-        memo[id(parameter)] = torch.Tensor._make_subclass(type(parameter), data, parameter.requires_grad)
-    for parameter in parameters:  # what a class of parameters keeps beside its values
-        vars(memo[id(parameter)]).update(copy.deepcopy(vars(parameter), memo))
-    return copy.deepcopy(module, memo)
-
-
-def _pattern(text: Any) -> int | None:
-    """After how many layers the kinds repeat, by the configuration's lists with one entry per layer."""
-    layers = int(text.num_hidden_layers)
-    lists = [v for v in vars(text).values() if isinstance(v, list) and len(v) == layers]
-    for period in range(1, layers):
-        if all(v[i] == v[i % period] for v in lists for i in range(layers)):
-            return period
-    return None
