@@ -41,7 +41,7 @@ from lowmem.batches import Cursor
 from lowmem.config import DataConfig, ModelConfig
 from lowmem.data import TokenizedDataset, tokenize
 from lowmem.data.report import DataReport
-from lowmem.memory import bound, dry_step, guard, segments, subject
+from lowmem.memory import bound, dry_step, guard, segments
 from lowmem.memory.comparison import MemoryComparison
 from lowmem.memory.estimate import estimate
 from lowmem.memory.free import free_memory
@@ -50,6 +50,7 @@ from lowmem.memory.out_of_memory import MemoryExhaustedError, explained_loading
 from lowmem.memory.predict import record
 from lowmem.memory.remedies import remedies
 from lowmem.memory.subject import Subject
+from lowmem.memory.twin import without_data
 from lowmem.memory.worst_batch import longest_eval_batch, worst_batches, worst_batches_of
 from lowmem.recipe import Recipe
 from lowmem.report.page import write_report
@@ -338,14 +339,14 @@ def test_what_cannot_be_predicted_gets_one_notice_and_trains(monkeypatch: pytest
 def test_a_module_in_memory_is_predicted_by_a_twin_without_data() -> None:
     model = make_llama(tied=True)
     before = {name: p.clone() for name, p in model.named_parameters()}
-    twin = subject.without_data(model)
+    twin = without_data(model)
     assert all(t.is_meta for t in (*twin.parameters(), *twin.buffers()))
     assert len(list(twin.parameters())) == len(list(model.parameters()))  # a tied head stays tied
     assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
     quantised = Trainer(make_llama(), make_rows(), training=TrainingConfig(max_length=64),
                         strategies=[Quantization(), LoRA()]).model  # fmt: skip
     state = next(p for p in quantised.parameters() if hasattr(p, "quant_state")).quant_state
-    copied = next(p for p in subject.without_data(quantised).parameters() if hasattr(p, "quant_state")).quant_state
+    copied = next(p for p in without_data(quantised).parameters() if hasattr(p, "quant_state")).quant_state
     assert copied.absmax.is_meta
     assert copied is not state
     assert not state.absmax.is_meta

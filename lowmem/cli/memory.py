@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -63,6 +64,7 @@ def estimate(
     run, worst, held_out = Subject.of(read), worst_batches(None, read.training), None
     if data:
         worst, held_out = worst_batches_of(read)
+        run = replace(run, evaluation=held_out or ())
     trace = Trace(device)
     with _said_in_one_line():
         lengths = heaviest(run, worst.batches, device)  # type: ignore[arg-type]

@@ -74,9 +74,7 @@ def as_measured(trace: Trace) -> Ledger:
 
 
 def _step(trainer: Trainer, lengths: Lengths) -> dict[str, Any]:
-    trace = Trace(trainer.memory.kind)
-    trainer.memory.predict(lengths, trace)
-    predicted, measured = as_measured(trace), trainer.result["memory_ledger"]
+    predicted, measured = as_measured(trainer.memory.trace(lengths)), trainer.result["memory_ledger"]
     trainer.result["predicted_peak_live_bytes"] = predicted.peak_bytes
     trainer.result["predicted_memory_ledger"] = predicted.rows
     found = {"lengths": list(lengths), "measured": measured, "predicted": predicted.rows}

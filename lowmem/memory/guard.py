@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
+import torch
 from torch import nn
 
 from lowmem.config import ModelConfig
+from lowmem.data import prompts_and_answers
 from lowmem.environment import same_random_numbers
 from lowmem.errors import ExplainedError, UserError
 from lowmem.interrupts import Terminated
@@ -18,10 +21,13 @@ from lowmem.memory.bound import upper_bound
 from lowmem.memory.estimate import Estimate, estimate
 from lowmem.memory.free import free_memory
 from lowmem.memory.meta import Device
+from lowmem.memory.now import resident_bytes
+from lowmem.memory.phases import largest_batch
 from lowmem.memory.remedies import Remedy, remedies
 from lowmem.memory.subject import Subject, model_config
 from lowmem.memory.trace import Trace
 from lowmem.memory.worst_batch import Lengths, WorstBatches, heaviest, longest_eval_batch, worst_batches
+from lowmem.strategy import Strategy
 
 if TYPE_CHECKING:
     from lowmem.trainer import Trainer
@@ -46,14 +52,15 @@ class MemoryGuard:
     def __init__(self, trainer: Trainer, model: ModelConfig | nn.Module | None) -> None:
         self.trainer = trainer
         self.prediction: Estimate | None = None
-        self.why_not = ""  # why there is no subject
         self._model = model
         self._subject: Subject | None = None
+        self._plain: Subject | None = None
+        self._strategies: list[Strategy] | None = None
         if trainer.device.type != "meta":
             with suppress(Exception):  # an object of the user's that cannot be copied: then nothing is predicted
                 self._strategies = copy.deepcopy(trainer.given)  # as they are before anything is built
                 if isinstance(model, nn.Module):
-                    self._subject = Subject.of_module(model, trainer.training, self._strategies)
+                    self._plain = Subject.of_module(model, trainer.training, self._strategies)
 
     @property
     def kind(self) -> Device:
@@ -70,33 +77,51 @@ class MemoryGuard:
         other = [strategy.name for strategy in self.trainer.strategies if not strategy.predictable]
         if other:
             raise UserError(f"{other[0]} allocates in a way of its own")
-        if self._subject is None and isinstance(self._model, ModelConfig):
-            trained = self._model, self.trainer.training, self._strategies
-            self._subject = Subject.of_config(model_config(self._model), *trained)
         if self._subject is None:
-            raise UserError("the model or a strategy cannot be copied")
+            plain = self._plain
+            if isinstance(self._model, ModelConfig) and self._strategies is not None:
+                trained = self._model, self.trainer.training, self._strategies
+                plain = Subject.of_config(model_config(self._model), *trained)
+            if plain is None:
+                raise UserError("the model or a strategy cannot be copied")
+            self._subject = self._with_data(plain)
         return self._subject
+
+    def _with_data(self, subject: Subject) -> Subject:
+        """What is evaluated and answered beside training, by its real lengths."""
+        trainer, answers = self.trainer, None
+        asked, rows = trainer.data.exact_match, trainer.eval_dataset
+        if asked is not None and trainer.tokenizer is not None:
+            answers = largest_batch(trainer.tokenizer, prompts_and_answers(asked, trainer.data))
+        evaluation = () if rows is None else longest_eval_batch(rows, trainer.training.eval_batch_size)
+        return replace(subject, data=trainer.data, answers=answers, evaluation=evaluation)
 
     @property
     def worst(self) -> WorstBatches:
         """The batches that may need most."""
         return worst_batches(self.trainer.train_dataset, self.trainer.training)
 
-    def predict(self, lengths: Lengths, trace: Trace | None = None) -> Estimate:
-        """What a batch needs.
+    def predict(self, lengths: Lengths) -> Estimate:
+        """What the run needs whose batches are like this one.
 
         Args:
             lengths: tokens of each row of an optimizer batch.
-            trace: is filled with what was recorded; then neighbouring lengths are left out.
 
         Raises:
             UserError: it cannot be predicted.
         """
         with self._apart():
-            used, band = segments.will_be_used(), trace is None
-            return estimate(
-                self.subject, lengths=lengths, device=self.kind, expandable_segments=used, trace=trace, band=band
-            )
+            used = segments.will_be_used()
+            return estimate(self.subject, lengths=lengths, device=self.kind, expandable_segments=used)
+
+    def trace(self, lengths: Lengths) -> Trace:
+        """Two steps on such a batch, and nothing before or after them.
+
+        Raises:
+            UserError: it cannot be predicted.
+        """
+        with self._apart():
+            return self.subject.trace(lengths, self.kind)
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
@@ -130,6 +155,7 @@ class MemoryGuard:
         except UserError as error:
             trainer.run.notice(f"memory: not predicted before training ({error}); whether it fits will be seen")
             return
+        self._look_at_the_host(found)
         needed = needed_bytes(found)
         if needed <= free:
             if needed * (1 + _TOLERANCE) > free:
@@ -149,14 +175,25 @@ class MemoryGuard:
             used = segments.will_be_used()
             return remedies(self.subject, lengths, capacity, device=self.kind, expandable_segments=used, needed=needed)
 
+    def _look_at_the_host(self, found: Estimate) -> None:
+        """On a card, the host's memory is a budget of its own; pages may go to a disk, so nothing is refused."""
+        if found.device == "cuda":
+            wanted = max(sum(held.values()) for phase, held in found.host_phases.items() if phase != "merge")
+            free = free_memory(torch.device("cpu")) + resident_bytes()
+            if wanted > free:
+                self.trainer.run.notice(f"memory: the host needs {gib(wanted)}, and {gib(free)} of it are free")
+
     def _surely_fits(self, batches: Sequence[Lengths], free: int) -> bool:
         """A bound far above what any strategy needs is below what is free: no prediction is made (it takes seconds)."""
         training = self.trainer.training
         padded = [*batches]
-        if self.trainer.eval_dataset is not None:
-            padded.append(longest_eval_batch(self.trainer.eval_dataset, training.eval_batch_size))
+        if self.subject.evaluation:
+            padded.append(self.subject.evaluation)
         tokens = max(len(batch) * max(batch) for batch in padded)
-        return upper_bound(self.subject.make_model(None), tokens, training.max_length) <= _SURELY * free
+        return (
+            upper_bound(self.subject.make_model(None), tokens, training.max_length, self.subject.answers)
+            <= _SURELY * free
+        )
 
     def _refusal(self, found: Estimate, words: str, free: int) -> str:
         needed = needed_bytes(found)
@@ -173,7 +210,7 @@ class MemoryGuard:
 
 def needed_bytes(found: Estimate) -> int:
     """What must be free: CUDA has started, and so has taken its own share, when free memory is looked at."""
-    return found.peak_reserved_bytes if found.device == "cuda" else found.peak_allocated_bytes
+    return found.needed_bytes - found.context_bytes if found.device == "cuda" else found.peak_allocated_bytes
 
 
 def ledger_words(ledger: dict[str, int], most: int = 6) -> str:

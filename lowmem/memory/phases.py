@@ -68,10 +68,13 @@ def follow(trace: Trace, trainer: Trainer, around: Around) -> None:
             answer(model, around.answers)
     if around.checkpoints or around.result:
         trace.mark("save")
-        with ExitStack() as stack:
-            for context in (trace.during("save"), without_bars(), files_without_data(), unknown_is_no()):
-                stack.enter_context(context)
-            folder = stack.enter_context(tempfile.TemporaryDirectory())
+        with (
+            trace.during("save"),
+            without_bars(),
+            tempfile.TemporaryDirectory() as folder,
+            files_without_data(),
+            unknown_is_no(),
+        ):
             if around.checkpoints:
                 trainer.save_checkpoint(Path(folder, "checkpoint-000002"))
             if around.result:

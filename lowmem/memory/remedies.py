@@ -71,7 +71,7 @@ def remedies(
     def peak(strategies: Sequence[Strategy]) -> int:
         trial = subject.with_strategies(strategies)
         found = estimate(trial, lengths=rows, device=device, expandable_segments=expandable_segments, band=False)
-        return found.peak_reserved_bytes if device == "cuda" else found.peak_allocated_bytes
+        return found.needed_bytes - found.context_bytes if device == "cuda" else found.peak_allocated_bytes
 
     room = -1 if capacity is None else capacity
     before = peak(subject.strategies) if needed is None else needed

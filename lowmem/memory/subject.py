@@ -21,7 +21,7 @@ from lowmem.memory.phases import Answers, Around, largest_batch
 from lowmem.memory.predict import record
 from lowmem.memory.shapes import find_config
 from lowmem.memory.trace import Trace
-from lowmem.memory.twins import pattern_of, with_layers, without_data
+from lowmem.memory.twin import pattern_of, with_layers, without_data
 from lowmem.memory.work import Work
 from lowmem.model import blocks, resize_embeddings
 from lowmem.run import Run
@@ -48,6 +48,8 @@ class Subject:
         source: what the recipe says of the model; null where it is given in memory.
         load: a new model as it comes from its files (layers, strategies, device); null where it is given in memory.
         data: what is evaluated and answered beside training; null: nothing.
+        evaluation: tokens of each row of the largest evaluation batch; none: `eval_batch_size` rows of `max_length`,
+            where `data` names rows to evaluate.
         answers: the prompts that are answered; null: what `data` names, where it can be read here.
     """
 
@@ -62,6 +64,7 @@ class Subject:
     load: Callable[[int | None, Sequence[Strategy], Device], nn.Module] | None = None
     data: DataConfig | None = None
     answers: Answers | None = None
+    evaluation: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, recipe: Recipe) -> Subject:
@@ -165,9 +168,10 @@ class Subject:
         """What the run does beside its steps."""
         numbers = self.training
         evaluates = self.data is not None and self.data.eval is not None
+        whole = (numbers.max_length,) * numbers.eval_batch_size if evaluates else ()
         saves = numbers.output_dir is not None
         return Around(
-            (numbers.max_length,) * numbers.eval_batch_size if evaluates else (),
+            self.evaluation or whole,
             self._answered,
             checkpoints=saves and numbers.save_steps is not None,
             result=saves,

@@ -1,4 +1,4 @@
-"""Models like others: on the meta device, or of another depth."""
+"""Models like others: one in memory as it is on the meta device, and configurations of another depth."""
 
 from __future__ import annotations
 
@@ -9,6 +9,19 @@ import torch
 from torch import nn
 
 from lowmem.memory.meter import _quant_state
+
+
+def without_data(module: nn.Module) -> nn.Module:
+    """A copy of a module on the meta device. Quantised weights (bitsandbytes) keep their scales there, too."""
+    parameters = list(module.parameters())
+    memo: dict[int, Any] = {id(t): t.to("meta") for t in module.buffers()}
+    for parameter in parameters:
+        memo |= {id(t): t.to("meta") for t in _quant_state(parameter)}
+        data = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
+        memo[id(parameter)] = torch.Tensor._make_subclass(type(parameter), data, parameter.requires_grad)
+    for parameter in parameters:  # what a class of parameters keeps beside its values
+        vars(memo[id(parameter)]).update(copy.deepcopy(vars(parameter), memo))
+    return copy.deepcopy(module, memo)
 
 
 def with_layers(config: Any, layers: int) -> Any:
@@ -31,16 +44,3 @@ def pattern_of(text: Any) -> int | None:
         if all(v[i] == v[i % period] for v in lists for i in range(layers)):
             return period
     return None
-
-
-def without_data(module: nn.Module) -> nn.Module:
-    """A copy of a module on the meta device. Quantised weights (bitsandbytes) keep their scales there, too."""
-    parameters = list(module.parameters())
-    memo: dict[int, Any] = {id(t): t.to("meta") for t in module.buffers()}
-    for parameter in parameters:
-        memo |= {id(t): t.to("meta") for t in _quant_state(parameter)}
-        data = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
-        memo[id(parameter)] = torch.Tensor._make_subclass(type(parameter), data, parameter.requires_grad)
-    for parameter in parameters:  # what a class of parameters keeps beside its values
-        vars(memo[id(parameter)]).update(copy.deepcopy(vars(parameter), memo))
-    return copy.deepcopy(module, memo)
