@@ -250,7 +250,7 @@ def test_no_combination_that_fits_is_faster(tmp_path: Path) -> None:
         ),
     )
     known: dict[Any, Any] = {}
-    assert {check_against_all(on_gib(given, gib), "full", known) for gib in (0.02, 0.05, 0.08)} == {True, False}
+    assert {check_against_all(on_gib(given, gib), "full", known) for gib in (0.02, 0.05)} == {True, False}
 
 
 @pytest.mark.slow  # about 15 minutes
@@ -258,6 +258,27 @@ def test_exhaustive_search_never_beats_the_choice(tmp_path: Path) -> None:
     known: dict[Any, Any] = {}
     fitting = [check_against_all(given, method, known) for given, method in random_problems(tmp_path, 30)]
     assert sum(fitting) >= 15
+
+
+DEEP = [
+    ("smollm2-135m", "full", 512, 0.9),
+    ("tinyllama-1.1b-chat", "lora", 1024, 4.2),
+    ("llama-3.2-1b", "qlora", 2048, 6.0),
+    ("qwen2.5-0.5b", "full", 512, 3.2),
+    ("solar-10.7b-v1.0", "qlora", 2048, 11.0),
+]
+
+
+@pytest.mark.slow  # about 10 minutes
+@pytest.mark.parametrize(("model", "method", "length", "gib"), DEEP, ids=[row[0] for row in DEEP])
+def test_exhaustive_search_never_beats_the_choice_at_full_depth(
+    model: str, method: str, length: int, gib: float
+) -> None:
+    numbers = TrainingConfig(batch_size=4, max_length=length)
+    keep = {"precision": ["pure bfloat16"], "optimizer": ["8-bit AdamW"], "loss": ["in chunks"]}
+    axes = small_axes(numbers, keep, [method])
+    given = problem(model, None, gpu="rtx 4090", training=numbers, method=method, axes=axes)
+    assert check_against_all(on_gib(given, gib), method, {})
 
 
 def test_plans_give_up_less_and_less_and_say_why_none_is_faster(tmp_path: Path) -> None:
@@ -382,6 +403,8 @@ def test_the_command_prints_the_plan_and_its_bytes(tmp_path: Path, monkeypatch: 
     assert sum(one["ledger"].values()) == one["peak_reserved_bytes"]
     assert one["needed_bytes"] == int(one["peak_reserved_bytes"] * (1 + MARGIN)) + CONTEXT_BYTES
     assert one["tokens_per_second"] == pytest.approx(4 * 128 / one["step_seconds"])
+    for useless, what in (["--train", "x"], "--train"), (["--max", "seq_length", "--seq-length", "9"], "--max"):
+        assert str(CliRunner().invoke(app, [*asked, *useless]).exception).startswith(what)
     monkeypatch.setattr(planner, "furthest", lambda *_, **__: (640, found))
     printed = json.loads(CliRunner().invoke(app, [*asked, "--max", "seq_length", "--json"]).stdout)
     assert printed["max"] == 640

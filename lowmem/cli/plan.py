@@ -21,11 +21,17 @@ def plan(
     gpu_memory: Annotated[str | None, typer.Option(help="Of the card: 24GiB, 24GB (10^9 bytes each), bytes.")] = None,
     gpu: Annotated[str | None, typer.Option(help="The card whose speed is reckoned with: rtx 4090.")] = None,
     host_memory: Annotated[str | None, typer.Option(help="What a process may take of the host's memory.")] = None,
-    seq_length: Annotated[int, typer.Option(min=2, help="Tokens per row (training.max_length).")] = 1024,
-    batch_size: Annotated[int, typer.Option(min=1, help="Rows per optimizer step (training.batch_size).")] = 8,
+    seq_length: Annotated[
+        int | None, typer.Option(min=2, help="Tokens per row (training.max_length); 1024 without it.")
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Rows per optimizer step (training.batch_size); 8 without it.")
+    ] = None,
     method: Annotated[str | None, typer.Option(help="full, lora or qlora; without it all three.")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the first plan as a recipe.")] = None,
-    train: Annotated[str, typer.Option(help="The recipe's rows (data.train).")] = "train.jsonl",
+    train: Annotated[
+        str | None, typer.Option(metavar="FILE", help="The recipe's rows (data.train); train.jsonl without it.")
+    ] = None,
     largest: Annotated[
         str | None, typer.Option("--max", metavar="VALUE", help="How far can I go: seq_length, batch_size or rank.")
     ] = None,
@@ -34,9 +40,15 @@ def plan(
     """Find the strategies with which a model fits a card: neither weights nor a GPU are looked at."""
     quiet_bars()
     from lowmem.config import TrainingConfig
+    from lowmem.errors import UserError
     from lowmem.memory import plan as planner
 
-    numbers = TrainingConfig(batch_size=batch_size, max_length=seq_length)
+    if (largest == "seq_length" and seq_length) or (largest == "batch_size" and batch_size):
+        raise UserError(f"--max {largest}: is what is looked for; leave out --{largest.replace('_', '-')}")
+    if train and output is None:
+        raise UserError("--train: has no effect without -o, which writes a recipe")
+    plain = TrainingConfig()
+    numbers = TrainingConfig(batch_size=batch_size or plain.batch_size, max_length=seq_length or plain.max_length)
     asked: dict[str, Any] = {"gpu": gpu, "host_memory": host_memory, "training": numbers, "method": method}
     value: int | None = None
     if largest is not None:
@@ -47,7 +59,7 @@ def plan(
     if output is not None:
         from lowmem.memory.plan_recipe import write_recipe
 
-        write_recipe(found[0], output, train)
+        write_recipe(found[0], output, train or "train.jsonl")
     notes = _notes(found[0].training, found[0])
     if as_json:
         plans = [plan_as_dict(one) for one in found]
@@ -55,7 +67,7 @@ def plan(
         return
     if largest is not None:
         print(f"largest {largest}: {value:,}")
-    _show(found, method)
+    _show(found, method, largest is not None)
     for note in notes:
         print(f"note: {note}")
     if output is not None:
@@ -93,7 +105,7 @@ def _miss_as_dict(miss: Miss) -> dict[str, Any]:
     }
 
 
-def _show(found: list[Plan], method: str | None) -> None:
+def _show(found: list[Plan], method: str | None, is_largest: bool) -> None:
     first = found[0]
     numbers, given = first.training, first.problem
     usable, context = given.capacity / GIB, first.estimate.context_bytes / GIB
@@ -101,7 +113,8 @@ def _show(found: list[Plan], method: str | None) -> None:
         f"{given.model.name_or_path}: {numbers.batch_size} rows of {numbers.max_length:,} tokens per optimizer step; "
         f"{usable:.2f} GiB for the allocator, {context:.2f} for CUDA itself; speed of {given.card.name}"
     )
-    table = new_table("plan", "card, GiB", "host, GiB", "s/step", "tokens/s", "with", "given up", "next faster")
+    columns = ["plan", "card, GiB", "host, GiB", "s/step", "tokens/s", "with", "given up", "next faster"]
+    table = new_table(*columns[: -1 if is_largest else None])
     for number, one in enumerate(found, 1):
         table.add_row(
             f"{number} {one.method}",
@@ -111,11 +124,14 @@ def _show(found: list[Plan], method: str | None) -> None:
             f"{one.tokens_per_second:,.0f}",
             _words(one.choice.settings()),
             "; ".join(one.choice.gives_up) or "nothing",
-            _why(one),
+            *(() if is_largest else (_why(one),)),
         )
     print_table(table)
+    print("card: reserved at most, 2 % margin, and CUDA's share")
+    if is_largest:
+        return
     why = "the fastest" if method else "of the methods that fit, it gives up least; the fastest of that method"
-    print(f"take 1: {why}. Of the card: reserved at most, 2 % margin, and CUDA's share")
+    print(f"take 1: {why}")
 
 
 def _words(settings: dict[str, dict[str, Any]]) -> str:

@@ -109,7 +109,7 @@ class Search:
             if not guess.exact or self._may_fit(choice):
                 queue.put(choice, guess)
         doubted: list[tuple[float, Choice]] = []
-        while queue:
+        while queue or self._was_wrong(doubted, queue):
             choice, guess = queue.take()
             if any(set(plan.choice.gives_up) <= set(choice.gives_up) for plan in found) or self._needs_more_than_a_miss(
                 choice
@@ -145,12 +145,10 @@ class Search:
         return estimate(self.problem.subject(choice), lengths=self.problem.lengths)
 
     def leanest(self, methods: Sequence[str]) -> Choice:
-        """Of what was traced, what needs the least memory; of all, where nothing was."""
+        """What needs the least memory, by guesses within the method and precision whose leanest expected does."""
         bases = {self.costs.family(c).base.key: self.costs.family(c).base for c in self._of(methods)}
-        for base in bases.values():
-            self.costs.figures(base)
-        traced = [c for c in self._of(methods) if c.key in self.costs.known]
-        return min(traced, key=lambda choice: self.costs.figures(choice).allocated)
+        base = min(bases.values(), key=lambda choice: self.costs.figures(choice).allocated)
+        return min(self.costs.family(base).members, key=lambda choice: self.costs.guess(choice).allocated)
 
     def _of(self, methods: Sequence[str]) -> list[Choice]:
         return [choice for choice in self.costs.choices if choice.method in methods]

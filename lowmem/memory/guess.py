@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -92,11 +92,6 @@ class Costs:
             found = figures(self.problem.subject(choice), self.problem.lengths, choice.period)
             self._figures[choice.key] = found
         return found
-
-    @property
-    def known(self) -> Collection[tuple[str, ...]]:
-        """Keys of what was traced."""
-        return self._figures.keys()
 
     def seconds(self, choice: Choice) -> float:
         """Predicted time of an optimizer step."""

@@ -51,7 +51,7 @@ def _head(plan: Plan, name: str) -> str:
         *(f"  {size / GIB:7.3f}  {category}" for category, size in found.ledger.items() if size >= GIB / 1000),
         *(["Given up: " + "; ".join(plan.choice.gives_up) + "."] if plan.choice.gives_up else []),
     ]
-    return "".join(f"# {line}".rstrip() + "\n" for line in lines)
+    return "".join(f"# {_printable(line)}".rstrip() + "\n" for line in lines)
 
 
 def _model(plan: Plan) -> str:
@@ -132,6 +132,11 @@ def _without(choice: Choice, axis: str, plain: Option, allowed: list[Choice]) ->
 
 def _signed(value: float, positive: str, negative: str) -> str:
     return f"{positive if value >= 0 else negative} {abs(value):.3g}"
+
+
+def _printable(text: str) -> str:
+    """A folder's name may have a line break in it, which would end the comment."""
+    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def _noted(line: str, note: str) -> str:
