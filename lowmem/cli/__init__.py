@@ -11,6 +11,7 @@ import typer
 from lowmem.cli import convert, memory, reference, see, use
 from lowmem.cli.data import data
 from lowmem.cli.doctor import doctor
+from lowmem.cli.plan import plan
 from lowmem.cli.train import train, with_resume_value
 from lowmem.errors import ExplainedError, UserError
 
@@ -25,6 +26,8 @@ app.add_typer(reference.recipes_app, name="recipes")
 for command in (
     train,
     memory.estimate,
+    memory.waterfall,
+    plan,
     data,
     use.evaluate,
     use.generate,

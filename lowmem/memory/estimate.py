@@ -87,6 +87,8 @@ class Estimate:
     @property
     def error_band(self) -> str:
         """How far off it may be, in words."""
+        if self.device == "cpu":
+            return "within 1 %"
         reserved = 2 if self.expandable_segments else 4
         return f"allocated within 1 %, reserved within {reserved} %, CUDA's own share within 0.5 GiB"
 

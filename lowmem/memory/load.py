@@ -50,7 +50,7 @@ def load_without_data(make: Callable[[], Any], load: LoadConfig, place: str = "d
 
 @contextmanager
 def without_bars() -> Iterator[None]:
-    """transformers would show a bar for weights that nobody reads or writes."""
+    """transformers would show bars for weights that nobody reads or writes."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()

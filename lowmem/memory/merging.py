@@ -20,6 +20,7 @@ from lowmem.errors import UserError
 from lowmem.memory.load import META, OnDisk, files_of
 from lowmem.memory.meta import on_meta
 from lowmem.memory.phases import files_without_data, unknown_is_no
+from lowmem.memory.predict import steps_alone
 from lowmem.memory.trace import Trace, keeping
 from lowmem.strategy import Stage
 
@@ -49,7 +50,7 @@ def merge_trace(subject: Subject) -> Trace | None:
         config = copy.deepcopy(model.config)
         rows = [{"input_ids": np.ones(2, np.int32)}]
         strategies = copy.deepcopy(list(subject.strategies))
-        trainer = Trainer(model, rows, training=subject.training, strategies=strategies)
+        trainer = Trainer(model, rows, training=steps_alone(subject.training), strategies=strategies)
         if not hasattr(trainer.model, "peft_config"):
             return None
         with files_without_data() as written, unknown_is_no():

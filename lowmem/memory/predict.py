@@ -87,19 +87,7 @@ def record(
     """
     rows = [{"input_ids": torch.ones(length, dtype=torch.int32).numpy()} for length in lengths]
     numbers = replace(
-        training,
-        batch_size=len(rows),
-        max_steps=2,
-        max_length=max(training.max_length, *lengths),
-        output_dir=None,
-        eval_steps=None,
-        save_steps=None,
-        save_total_limit=None,
-        metric_for_best_model=None,
-        load_best_model_at_end=False,
-        early_stopping_patience=None,
-        early_stopping_threshold=0.0,
-        report_to=[],
+        steps_alone(training), batch_size=len(rows), max_steps=2, max_length=max(training.max_length, *lengths)
     )
     with on_meta(device), ExitStack() as active:
         trace = Trace(device, work)
@@ -128,16 +116,33 @@ def record(
     return trace
 
 
+def steps_alone(training: TrainingConfig) -> TrainingConfig:
+    """The numbers of a run that evaluates, saves and writes nothing."""
+    return replace(
+        training,
+        output_dir=None,
+        eval_steps=None,
+        save_steps=None,
+        save_total_limit=None,
+        metric_for_best_model=None,
+        load_best_model_at_end=False,
+        early_stopping_patience=None,
+        early_stopping_threshold=0.0,
+        report_to=[],
+    )
+
+
 def _trainer(model: nn.Module, rows: Any, numbers: TrainingConfig, strategies: Sequence[Strategy]) -> Trainer:
     from lowmem.trainer import Trainer
 
     class Brief(Trainer):
         """Leaves out micro-batches that would show nothing new."""
 
-        rows_per_pass = 0  # the most there were
+        rows_per_pass = micro_batches = 0  # the most there were
 
         def _forward_backward(self, micro_batches: list[list[Sample]], divisor: float | Tensor) -> Tensor:
             self.rows_per_pass = max(self.rows_per_pass, *map(len, micro_batches))
+            self.micro_batches = max(self.micro_batches, len(micro_batches))
             kept = telling(micro_batches, most=1 if self.run.global_step == 0 else 2)
             return super()._forward_backward(kept, divisor)
 

@@ -9,19 +9,20 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from lowmem.config import DataConfig, LoadConfig, ModelConfig, TrainingConfig
 from lowmem.data import prompts_and_answers
 from lowmem.errors import UserError
-from lowmem.loading import is_gguf, load_model_config, load_tokenizer, model_without_data
+from lowmem.loading import is_gguf, load_tokenizer, model_without_data
 from lowmem.memory.load import META, load_without_data
 from lowmem.memory.meta import Device
 from lowmem.memory.phases import Answers, Around, largest_batch
 from lowmem.memory.predict import record
+from lowmem.memory.shapes import find_config
 from lowmem.memory.trace import Trace
-from lowmem.memory.twin import without_data
+from lowmem.memory.twin import pattern_of, with_layers, without_data
+from lowmem.memory.work import Work
 from lowmem.model import blocks, resize_embeddings
 from lowmem.run import Run
 from lowmem.strategies import with_defaults
@@ -100,7 +101,7 @@ class Subject:
             model.name_or_path,
             make,
             int(text.num_hidden_layers),
-            _pattern(text),
+            pattern_of(text),
             rows,
             training,
             strategies,
@@ -142,6 +143,7 @@ class Subject:
         device: Device = "cuda",
         layers: int | None = None,
         look: Callable[[Trainer], None] | None = None,
+        work: Work | None = None,
         whole: bool = False,
     ) -> Trace:
         """Two optimizer steps on rows of these lengths; see `predict.record`.
@@ -151,14 +153,15 @@ class Subject:
             device: what the run is to be like.
             layers: of the model; null: all.
             look: is shown the trainer.
+            work: is shown every operation.
             whole: with what comes before and after the steps.
         """
         strategies = copy.deepcopy(list(self.strategies))
         if not whole:
-            return record(self.make_model(layers), self.training, strategies, device, lengths, look)
+            return record(self.make_model(layers), self.training, strategies, device, lengths, look, work)
         load = self.load
         model = self.make_model(layers) if load is None else lambda: load(layers, self.strategies, device)
-        return record(model, self.training, strategies, device, lengths, look, around=self.around)
+        return record(model, self.training, strategies, device, lengths, look, work, self.around)
 
     @property
     def around(self) -> Around:
@@ -276,33 +279,7 @@ def _is_recipe(name: str) -> bool:
 
 def model_config(model: ModelConfig) -> Any:
     """The transformers configuration a model will be loaded with, its dtype as loading would set it."""
-    config = copy.deepcopy(load_model_config(model))
-    if model.dtype != "auto":
-        config.dtype = getattr(torch, model.dtype)
-    elif isinstance(config.dtype, str):
-        config.dtype = getattr(torch, config.dtype)
+    config = copy.deepcopy(find_config(model))
     if model.attn_implementation:
         config._attn_implementation = model.attn_implementation
     return config
-
-
-def with_layers(config: Any, layers: int) -> Any:
-    """The configuration with fewer (or more) layers; lists with one entry per layer are cut or continued."""
-    config = copy.deepcopy(config)
-    text = config.get_text_config()
-    before = int(text.num_hidden_layers)
-    for name, value in list(vars(text).items()):
-        if isinstance(value, list) and len(value) == before:
-            setattr(text, name, [value[i % before] for i in range(layers)])
-    text.num_hidden_layers = layers
-    return config
-
-
-def _pattern(text: Any) -> int | None:
-    """After how many layers the kinds repeat, by the configuration's lists with one entry per layer."""
-    layers = int(text.num_hidden_layers)
-    lists = [v for v in vars(text).values() if isinstance(v, list) and len(v) == layers]
-    for period in range(1, layers):
-        if all(v[i] == v[i % period] for v in lists for i in range(layers)):
-            return period
-    return None

@@ -61,6 +61,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         host_events: the same for `host`, `pinned` and `managed` memory, where the device is a card (on a CPU there is
             no difference).
         times: when each event came, in seconds.
+        marks: (number of events before it, phase) for each phase that was entered.
         phase: what is going on; inside a backward pass it is `backward` by itself.
         place: which part of the model is at work, for those who know.
     """
@@ -73,6 +74,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.events: list[tuple[int, int]] = []
         self.host_events: list[tuple[int, int]] = []
         self.times: list[float] = []
+        self.marks: list[tuple[int, str]] = []
         self.phase = "load"
         self.place: str | None = None
         self._numbers: dict[int, int] = {}  # address of a live storage -> its number
@@ -193,6 +195,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def during(self, phase: str) -> Iterator[None]:
         """Inside, what is born belongs to a phase."""
         before, self.phase = self.phase, phase
+        self.marks.append((len(self.events), phase))
         try:
             yield
         finally:
@@ -205,8 +208,9 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def mark(self, phase: str) -> None:
         """What lives now is seen as the first moment of a phase, also where nothing is born in it."""
-        with self.during(phase):
-            self._born(0, f"beginning of {phase}", ())
+        before, self.phase = self.phase, phase
+        self._born(0, f"beginning of {phase}", ())
+        self.phase = before
 
     # -- looking back -------------------------------------------------------------------------------------------------
 
