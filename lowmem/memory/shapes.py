@@ -59,10 +59,12 @@ def find_config(model: ModelConfig) -> Any:
     """
     name = model.name_or_path
     alias = WEIGHTS.get(name)
-    if Path(name).exists() or (alias and cached(name)):
+    if Path(name).exists():
         found = load_model_config(model)
     else:
         found = shape_config(alias.hub_id if alias else name) or _from_hub(model)
+    if alias and str(cached(name)).endswith(".gguf"):  # unpacked, as any GGUF file; to read it would take seconds
+        found.dtype = None
     found.dtype = _dtype(model, found)
     return found
 
