@@ -204,18 +204,22 @@ class MemoryGuard:
     def _refusal(self, found: Estimate, words: str, free: int) -> str:
         needed = needed_bytes(found)
         where = "on the card" if self.kind == "cuda" else "in this machine's memory"
-        held = {name: size for name, size in found.ledger.items() if self.kind == "cuda" or name != "allocator slack"}
         lines = [
             f"this run will not fit: {gib(needed)} needed, {gib(free)} free {where} (lowmem train --force, or "
             "Trainer(check_memory='warn'), trains anyway)",
             f"  predicted for {words}: {len(found.lengths)} rows of up to {max(found.lengths):,} tokens",
-            f"  at the peak, in {found.phase}{f', {found.place}' if found.place else ''}: {ledger_words(held)}",
+            f"  at the peak, in {found.phase}{f', {found.place}' if found.place else ''}: {held_words(found)}",
         ]
         beside = {name: m.bytes for name, m in found.phases.items() if name not in _STEP}
         floor = max(beside.values(), default=0)
         if floor > free:
             lines.append(f"  {max(beside, key=lambda name: beside[name])} alone needs {gib(floor)}")
         return "\n".join([*lines, *remedy_lines(self.remedies(found.lengths, free, needed, floor), fitting=True)])
+
+
+def held_words(found: Estimate) -> str:
+    """What holds memory at the peak of a prediction; a CPU's allocator has no slack of the kind that is predicted."""
+    return ledger_words({n: b for n, b in found.ledger.items() if found.device == "cuda" or n != "allocator slack"})
 
 
 def ledger_words(ledger: dict[str, int], most: int = 6) -> str:

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from lowmem.errors import ExplainedError, UserError
-from lowmem.memory.guard import MemoryGuard, ledger_words, remedy_lines
+from lowmem.memory.guard import MemoryGuard, held_words, ledger_words, remedy_lines
 from lowmem.memory.remedies import Remedy
 from lowmem.memory.worst_batch import Lengths
 from lowmem.strategies.retry_on_oom import is_out_of_memory
@@ -29,6 +29,7 @@ _PHASES = {
     "load_model": "loading the model",
 }
 _SHOWN = 5
+_ALIKE = 0.9
 
 
 class MemoryExhaustedError(ExplainedError, MemoryError):
@@ -63,14 +64,17 @@ def explain(trainer: Trainer, phase: str, said: str) -> str:
     lengths = tuple(len(sample["input_ids"]) for sample in trainer.guard.batch) or trainer.memory.worst.batches[0]
     rows = f"{len(lengths)} rows of up to {max(lengths):,} tokens"
     held, lines = trainer.result.get("memory_ledger"), []
-    if held:
-        lines.append(f"  what held memory at the peak of the measured step: {ledger_words(held)}")
+    measured = f"  what held memory at the peak of the measured step: {ledger_words(held or {})}"
     try:
         found = trainer.memory.predict(lengths)
-        if not held:
-            lines.append(f"  what holds memory at the peak, as predicted for this batch: {ledger_words(found.ledger)}")
+        # the measured step may have had shorter rows
+        if held and sum(held.values()) > _ALIKE * found.peak_allocated_bytes:
+            lines.append(measured)
+        else:
+            lines.append(f"  what holds memory at the peak, as predicted for this batch: {held_words(found)}")
         lines += remedy_lines(_most(trainer.memory, lengths), fitting=False)
     except (UserError, MemoryError) as error:
+        lines += [measured] if held and not lines else []
         lines.append(f"  what would help cannot be predicted: {' '.join(str(error).split())}")
     return "\n".join([f"out of memory in {phase}, step {trainer.run.global_step + 1} ({rows}): {said}", *lines])
 
@@ -106,4 +110,6 @@ def _most(memory: MemoryGuard, lengths: Lengths) -> list[Remedy]:
 
 
 def _words(error: BaseException) -> str:
-    return " ".join(str(error).split()).partition(". ")[0][:200] or type(error).__name__
+    text = " ".join(str(error).split())
+    _, name, rest = text.partition("DefaultCPUAllocator: ")  # behind the place in its source
+    return (name + rest or text).partition(". ")[0][:200] or type(error).__name__
