@@ -23,9 +23,10 @@ from lowmem.memory.depth import figures, shallow_depths, traced
 from lowmem.memory.estimate import CONTEXT_BYTES, GIB
 from lowmem.memory.furthest import Furthest
 from lowmem.memory.guess import Costs, Problem
-from lowmem.memory.plan import NothingFitsError, furthest, parse_bytes, plan, problem
+from lowmem.memory.plan import NothingFitsError, furthest, plan, problem
 from lowmem.memory.plan_recipe import write_recipe
 from lowmem.memory.search import Axis, Choice, Option, axes_for, choices, rows_per_pass
+from lowmem.memory.sizes import parse_size
 from lowmem.recipe import load_recipe
 from lowmem.strategies import STRATEGIES
 
@@ -69,13 +70,13 @@ def on_gib(given: Problem, gib: float) -> Problem:
     [("24GiB", 24 * GIB), ("24GB", 24 * 10**9), ("7.5GiB", int(7.5 * GIB)), ("512 mib", 512 * MIB), (123456, 123456)],
 )
 def test_sizes_are_read_in_both_units(text: str | int, size: int) -> None:
-    assert parse_bytes(text, "--gpu-memory") == size
+    assert parse_size(text, "--gpu-memory") == size
 
 
 @pytest.mark.parametrize("text", ["24 gigs", "", "-1GiB", "GiB", "0GiB", "1e3GiB"])
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(UserError, match=r"--host-memory: a size such as 24GiB"):
-        parse_bytes(text, "--host-memory")
+        parse_size(text, "--host-memory")
 
 
 def test_the_context_is_left_free(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -19,13 +18,11 @@ from lowmem.memory.furthest import LARGEST, Furthest
 from lowmem.memory.guess import Problem
 from lowmem.memory.search import METHODS, Axis, axes_for
 from lowmem.memory.shapes import shape_config
+from lowmem.memory.sizes import parse_size
 from lowmem.memory.subject import model_config
 from lowmem.schema import nearest
 
-__all__ = ["Miss", "NothingFitsError", "Plan", "furthest", "parse_bytes", "plan", "problem"]
-
-_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
-_UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+__all__ = ["Miss", "NothingFitsError", "Plan", "furthest", "plan", "problem"]
 
 
 class NothingFitsError(UserError):
@@ -134,7 +131,7 @@ def problem(
         numbers,
         speed,
         capacity,
-        None if host_memory is None else parse_bytes(host_memory, "--host-memory"),
+        None if host_memory is None else parse_size(host_memory, "--host-memory"),
         axes if axes is not None else axes_for(numbers, half, _methods(method)),  # type: ignore[arg-type]
     )
 
@@ -146,23 +143,10 @@ def _card(gpu_memory: int | str | None, gpu: str | None) -> tuple[Card, int]:
             raise UserError("plan: give --gpu-memory (24GiB), or --gpu (rtx 4090)")
         found = card(gpu)
         return found, found.usable_bytes
-    size = parse_bytes(gpu_memory, "--gpu-memory")
+    size = parse_size(gpu_memory, "--gpu-memory")
     if size <= CONTEXT_BYTES:
         raise UserError(f"--gpu-memory: CUDA itself takes {CONTEXT_BYTES / GIB} GiB; got {gpu_memory}")
     return card(gpu) if gpu else card_for(max(size, GIB)), size - CONTEXT_BYTES
-
-
-def parse_bytes(text: int | str, where: str) -> int:
-    """Bytes of `24GiB`, `24GB` (decimal), `7.5GiB` or a plain number.
-
-    Raises:
-        UserError: it is no size.
-    """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
-    unit = found and _UNITS.get(found[2].lower())
-    if not found or unit is None or not math.isfinite(float(found[1])) or float(found[1]) <= 0:
-        raise UserError(f"{where}: a size such as 24GiB, 24GB or 25769803776; got {text}")
-    return int(float(found[1]) * unit)
 
 
 def _methods(method: str | None) -> tuple[str, ...]:

@@ -11,17 +11,15 @@ _UNITS |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)}
 _UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)}
 
 
-def parse_size(text: str, option: str) -> int:
+def parse_size(text: int | str, option: str) -> int:
     """Bytes of a text: GiB count 1024s, GB 1000s; a bare number is bytes.
 
     Raises:
         UserError: it is no size; the message begins with `option`.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text))
     unit = _UNITS.get(match[2].lower()) if match else None
-    if match is None or unit is None:
-        raise UserError(f"{option}: a size such as 24GiB (1024s), 24GB (1000s) or bytes; got {text!r}")
-    size = int(float(match[1]) * unit)
+    size = 0 if match is None or unit is None else int(float(match[1]) * unit)
     if size < 1:
-        raise UserError(f"{option}: must be above 0; got {text!r}")
+        raise UserError(f"{option}: a size such as 24GiB (1024s), 24GB (1000s) or bytes; got {text}")
     return size
