@@ -229,12 +229,8 @@ def random_problems(folder: Path, number: int, seed: int = 0) -> list[tuple[Prob
         axes = small_axes(numbers, {"precision": precision, "placement": placement}, [method])
         given = problem(str(place), "24GiB", gpu=card, training=numbers, method=method, axes=axes)
         assert len(Costs(given).choices) <= 64
-        base = Costs(given)
-        low = base.figures(base.family(base.choices[0]).base).allocated
-        most = max(base.guess(choice).allocated for choice in base.choices)
         for _ in range(min(5, number - len(found))):
-            capacity = int(rng.uniform(0.95 * low, 1.05 * most))
-            found.append((replace(given, capacity=capacity), method))
+            found.append((replace(given, capacity=between(given, rng.uniform(-0.05, 1.05))), method))
     return found
 
 
@@ -262,24 +258,29 @@ def test_exhaustive_search_never_beats_the_choice(tmp_path: Path) -> None:
 
 
 DEEP = [
-    ("smollm2-135m", "full", 512, 0.9),
-    ("tinyllama-1.1b-chat", "lora", 1024, 4.2),
-    ("llama-3.2-1b", "qlora", 2048, 6.0),
-    ("qwen2.5-0.5b", "full", 512, 3.2),
-    ("solar-10.7b-v1.0", "qlora", 2048, 11.0),
+    ("smollm2-135m", "full", 512),
+    ("tinyllama-1.1b-chat", "lora", 1024),
+    ("llama-3.2-1b", "qlora", 2048),
+    ("qwen2.5-0.5b", "full", 512),
+    ("solar-10.7b", "qlora", 2048),
 ]
 
 
+def between(given: Problem, share: float) -> int:
+    """A memory between what the leanest and what the most wasteful combination needs."""
+    costs = Costs(given)
+    low = costs.figures(costs.family(costs.choices[0]).base).allocated
+    return int(low + share * (max(costs.guess(choice).allocated for choice in costs.choices) - low))
+
+
 @pytest.mark.slow  # about 10 minutes
-@pytest.mark.parametrize(("model", "method", "length", "gib"), DEEP, ids=[row[0] for row in DEEP])
-def test_exhaustive_search_never_beats_the_choice_at_full_depth(
-    model: str, method: str, length: int, gib: float
-) -> None:
+@pytest.mark.parametrize(("model", "method", "length"), DEEP, ids=[row[0] for row in DEEP])
+def test_exhaustive_search_never_beats_the_choice_at_full_depth(model: str, method: str, length: int) -> None:
     numbers = TrainingConfig(batch_size=4, max_length=length)
     keep = {"precision": ["pure bfloat16"], "optimizer": ["8-bit AdamW"], "loss": ["in chunks"]}
     axes = small_axes(numbers, keep, [method])
     given = problem(model, None, gpu="rtx 4090", training=numbers, method=method, axes=axes)
-    assert check_against_all(on_gib(given, gib), method, {})
+    assert check_against_all(replace(given, capacity=between(given, 0.4)), method, {})
 
 
 def test_plans_give_up_less_and_less_and_say_why_none_is_faster(tmp_path: Path) -> None:
