@@ -30,6 +30,7 @@ def meta_adapters(device: Literal["cpu", "cuda"]) -> Iterator[None]:
     if "peft" not in sys.modules:  # a strategy that needs it has imported it by now
         yield
         return
+    from peft import PeftModel
     from peft.tuners.vblora.layer import Linear as VBLoRALinear
     from peft.tuners.waveft.layer import WaveFTLayer
 
@@ -37,11 +38,24 @@ def meta_adapters(device: Literal["cpu", "cuda"]) -> Iterator[None]:
         for holder, name, make in (
             (VBLoRALinear, "_get_lora_matrices", _without_looking),
             (WaveFTLayer, "get_delta_weight", _all_valid),
+            (PeftModel, "get_prompt_embedding_to_save", _kept_in_place),
         ):
             stack.enter_context(patch.object(holder, name, make(getattr(holder, name))))
         if device == "cpu":
             stack.enter_context(patch.object(torch.linalg, "svd", _column_major(torch.linalg.svd)))
         yield
+
+
+def _kept_in_place(real: Any) -> Any:
+    """peft copies the prompt that it saves to the host; without data the copy stays where it was made."""
+
+    def prompt(model: Any, adapter_name: str) -> Any:
+        if not any(p.is_meta for p in model.parameters()):
+            return real(model, adapter_name)
+        with patch.object(Tensor, "cpu", lambda tensor: tensor):
+            return real(model, adapter_name)
+
+    return prompt
 
 
 def _without_looking(real: Any) -> Any:
