@@ -229,10 +229,8 @@ def random_problems(folder: Path, number: int, seed: int = 0) -> list[tuple[Prob
         axes = small_axes(numbers, {"precision": precision, "placement": placement}, [method])
         given = problem(str(place), "24GiB", gpu=card, training=numbers, method=method, axes=axes)
         assert len(Costs(given).choices) <= 64
-        found += [
-            (replace(given, capacity=between(given, rng.uniform(-0.05, 1.05))), method)
-            for _ in range(min(5, number - len(found)))
-        ]
+        sizes = [between(given, rng.uniform(-0.05, 1.05)) for _ in range(min(5, number - len(found)))]
+        found += [(replace(given, capacity=size), method) for size in sizes]
     return found
 
 

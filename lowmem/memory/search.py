@@ -56,12 +56,14 @@ class Axis:
         options: the answers; the last one is expected to need the least memory.
         family: its answers change what every other answer costs, so that costs are learned for each apart.
         per_row: the bytes it decides grow with the rows of a pass.
+        at_rest: the bytes it decides are there all the time, so that an answer adds as much to every choice.
     """
 
     name: str
     options: tuple[Option, ...]
     family: bool = False
     per_row: bool = False
+    at_rest: bool = False
 
 
 @dataclass(frozen=True)
@@ -196,6 +198,7 @@ def _precisions(half: Half) -> tuple[Option, ...]:
 _OPTIMIZER = Axis(
     "optimizer",
     (Option("AdamW"), Option("8-bit AdamW", {"adamw_8bit": {}}, gives_up=("moments of 8 bits",))),
+    at_rest=True,
 )
 _PLACEMENT = Axis(
     "placement",
