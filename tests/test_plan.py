@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,6 +27,7 @@ from lowmem.memory.guess import Costs, Problem
 from lowmem.memory.plan import NothingFitsError, furthest, plan, problem
 from lowmem.memory.plan_recipe import write_recipe
 from lowmem.memory.search import Axis, Choice, Option, axes_for, choices, rows_per_pass
+from lowmem.memory.side_by_side import can_fork, side_by_side
 from lowmem.memory.sizes import parse_size
 from lowmem.recipe import load_recipe
 from lowmem.strategies import STRATEGIES
@@ -250,7 +252,7 @@ def test_no_combination_that_fits_is_faster(tmp_path: Path) -> None:
     assert {check_against_all(on_gib(given, gib), "full", known) for gib in (0.02, 0.05)} == {True, False}
 
 
-@pytest.mark.slow  # about 15 minutes
+@pytest.mark.slow  # about 20 minutes
 def test_exhaustive_search_never_beats_the_choice(tmp_path: Path) -> None:
     known: dict[Any, Any] = {}
     fitting = [check_against_all(given, method, known) for given, method in random_problems(tmp_path, 30)]
@@ -273,7 +275,7 @@ def between(given: Problem, share: float) -> int:
     return int(low + share * (max(costs.guess(choice).allocated for choice in costs.choices) - low))
 
 
-@pytest.mark.slow  # about 10 minutes
+@pytest.mark.slow  # about 5 minutes
 @pytest.mark.parametrize(("model", "method", "length"), DEEP, ids=[row[0] for row in DEEP])
 def test_exhaustive_search_never_beats_the_choice_at_full_depth(model: str, method: str, length: int) -> None:
     numbers = TrainingConfig(batch_size=4, max_length=length)
@@ -298,6 +300,32 @@ def test_plans_give_up_less_and_less_and_say_why_none_is_faster(tmp_path: Path) 
     assert misses
     assert all(miss.seconds < one.seconds for one, miss in zip(found, misses, strict=False))
     assert all(miss.over_bytes > 0 and miss.where in ("forward", "backward", "step") for miss in misses)
+
+
+@pytest.mark.skipif(not can_fork(), reason="searches run side by side on Linux, with two CPUs")
+def test_methods_searched_side_by_side_give_the_same_plans(tmp_path: Path) -> None:
+    folder = str(save_config(tmp_path, num_hidden_layers=2))
+    keep = {**FAST, "split": ["1 at a time"], "checkpointing": ["none"], "loss": ["whole"]}
+    options: dict[str, Any] = {"training": NUMBERS, "axes": small_axes(NUMBERS, keep, ["full", "lora"])}
+    apart, together = (plan(folder, "2GiB", fork=fork, **options) for fork in (True, False))
+    assert [one.method for one in apart] == ["full", "lora"]
+    for one, other in zip(apart, together, strict=True):
+        assert one.choice.key == other.choice.key
+        assert one.seconds == other.seconds
+        assert one.needed_bytes == other.needed_bytes
+        assert one.tokens_per_second == other.tokens_per_second
+
+
+@pytest.mark.skipif(not can_fork(), reason="searches run side by side on Linux, with two CPUs")
+def test_what_fails_side_by_side_fails_here() -> None:
+    def refuse() -> int:
+        raise UserError("no such thing")
+
+    assert side_by_side([lambda: 1, lambda: 2]) == [1, 2]
+    with pytest.raises(UserError, match="no such thing"):
+        side_by_side([lambda: 1, refuse])
+    with pytest.raises(RuntimeError, match="ended from outside"):
+        side_by_side([lambda: os._exit(1)])
 
 
 def test_host_memory_is_a_bound_of_its_own(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def plan(
         value, best = planner.furthest(model, gpu_memory, value=largest, **asked)
         found = [best]
     else:
-        found = planner.plan(model, gpu_memory, **asked)
+        found = planner.plan(model, gpu_memory, **asked, fork=True)
     if output is not None:
         from lowmem.memory.plan_recipe import write_recipe
 

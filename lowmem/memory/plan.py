@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from lowmem.memory.furthest import LARGEST, Furthest
 from lowmem.memory.guess import Problem
 from lowmem.memory.search import METHODS, Axis, axes_for
 from lowmem.memory.shapes import shape_config
+from lowmem.memory.side_by_side import can_fork, side_by_side
 from lowmem.memory.sizes import parse_size
 from lowmem.memory.subject import model_config
 from lowmem.schema import nearest
@@ -39,6 +41,7 @@ def plan(
     method: str | None = None,
     few: int = 3,
     axes: Sequence[Axis] | None = None,
+    fork: bool = False,
 ) -> list[Plan]:
     """Of all allowed combinations of strategies that fit, the fastest.
 
@@ -51,6 +54,7 @@ def plan(
         method: `full`, `lora` or `qlora`; null: all three.
         few: how many plans of a method that was given.
         axes: what is searched, in place of `axes_for(...)`.
+        fork: several methods are searched side by side, in copies of this process, where the system can.
 
     Returns:
         With a method: its fastest plan, then slower ones that give up less. Without: the fastest of each method that
@@ -61,16 +65,21 @@ def plan(
         UserError: an unknown card, model or size.
     """
     given = problem(model, gpu_memory, gpu=gpu, host_memory=host_memory, training=training, method=method, axes=axes)
-    search, methods = Search(given), _methods(method)
-    found: list[Plan] = []
-    for name in methods:
-        for one, _ in zip(search.plans(name), range(few if method else 1), strict=False):
-            found.append(one)
-            if len(found) == few and method:
-                break
+    methods = _methods(method)
+    if fork and len(methods) > 1 and can_fork():
+        tasks = [partial(_plans_apart, given, name) for name in methods]
+        found = [replace(one, problem=given) for plans in side_by_side(tasks) for one in plans]
+    else:
+        search = Search(given)
+        found = [one for name in methods for one in islice(search.plans(name), few if method else 1)]
     if not found:
-        raise _nothing_fits(search, methods)
+        raise _nothing_fits(Search(given), methods)
     return found
+
+
+def _plans_apart(given: Problem, method: str) -> list[Plan]:
+    """The fastest plan of a method, without the problem, which cannot travel between processes."""
+    return [replace(one, problem=None) for one in islice(Search(given).plans(method), 1)]  # type: ignore[arg-type]
 
 
 def furthest(
