@@ -141,7 +141,9 @@ class Furthest:
             if plan is not None and (best is None or value > best[0]):
                 best = value, plan
             if path.tries < _TRIES and over is not None:
-                self._push(value - over / path.slope(), True, path)
+                # what is reserved falls in pages, and so not with every step down
+                extra = value * _TOLERANCE / 2 * path.tries if over > 0 else 0
+                self._push(value - over / path.slope() - extra, True, path)
         return best
 
     @property
