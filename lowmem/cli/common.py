@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json
 import os
 import sys
@@ -25,6 +27,14 @@ def quiet_bars() -> None:
     if not sys.stderr.isatty():
         for name in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS"):
             os.environ.setdefault(name, "1")
+
+
+def short_lived(context: typer.Context) -> None:
+    """The command lasts for seconds: Python's search for cycles, also that at its end, would take a fifth of them."""
+    if gc.isenabled():
+        gc.disable()
+        context.call_on_close(gc.enable)
+    atexit.register(gc.freeze)
 
 
 def print_json(value: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from lowmem.cli.common import JsonOption, OverridesArgument, print_json, quiet_bars
+from lowmem.cli.common import JsonOption, OverridesArgument, print_json, quiet_bars, short_lived
 
 SubjectArgument = Annotated[
     str, typer.Argument(metavar="RECIPE|MODEL", help="A recipe, or a model: a folder, a config.json, a hub id.")
@@ -29,6 +29,7 @@ PlotOption = Annotated[str | None, typer.Option("--plot", metavar="FILE", help="
 
 
 def estimate(
+    context: typer.Context,
     recipe: SubjectArgument,
     overrides: OverridesArgument = None,
     seq_length: LengthOption = None,
@@ -43,6 +44,7 @@ def estimate(
     as_json: JsonOption = False,
 ) -> None:
     """Say what a run will need: neither weights nor a GPU are looked at."""
+    short_lived(context)
     from lowmem.cli.memory_tables import show_estimate
     from lowmem.errors import UserError
     from lowmem.memory.picture import require_plot
@@ -84,6 +86,7 @@ def estimate(
 
 
 def waterfall(
+    context: typer.Context,
     recipe: SubjectArgument,
     overrides: OverridesArgument = None,
     seq_length: LengthOption = None,
@@ -97,6 +100,7 @@ def waterfall(
     as_json: JsonOption = False,
 ) -> None:
     """Go from plain full fine-tuning down to a recipe, one technique at a time: what each saves, and costs in time."""
+    short_lived(context)
     from lowmem.cli.memory_tables import show_waterfall
     from lowmem.memory.cards import card, card_for
     from lowmem.memory.picture import require_plot

@@ -13,7 +13,7 @@ from lowmem.memory.host import host_ledgers
 from lowmem.memory.merging import merge_trace
 from lowmem.memory.meta import Device
 from lowmem.memory.moments import Moment
-from lowmem.memory.predict import judge
+from lowmem.memory.predict import judge, without_collections
 from lowmem.memory.rule_of_thumb import MemoryEstimate, estimate_memory_usage
 from lowmem.memory.subject import Subject
 from lowmem.memory.trace import Trace
@@ -107,6 +107,7 @@ class Estimate:
         }
 
 
+@without_collections()
 def estimate(
     run: Recipe | Subject,
     *,

@@ -140,11 +140,9 @@ _CPU: dict[str, Callable[[Sequence[Any]], list[int]]] = {
 _MATRIX = ("aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm")
 
 
-def hidden_bytes(func: Any, args: Sequence[Any], device: str) -> list[int]:
-    """What an operation holds while it runs, in the order in which it allocates it; empty for most."""
-    name = func._schema.name
-    rule = (_CUDA if device == "cuda" else _CPU).get(name)
-    return [] if rule is None else rule(args)
+def hidden_rule(func: Any, device: str) -> Callable[[Sequence[Any]], list[int]] | None:
+    """What tells, from its arguments, what an operation holds while it runs, in the order in which it allocates it."""
+    return (_CUDA if device == "cuda" else _CPU).get(func._schema.name)
 
 
 def is_matrix_product(func: Any) -> bool:

@@ -16,7 +16,7 @@ from torch.utils import _device
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lowmem.memory.kernels import hidden_bytes, is_matrix_product
+from lowmem.memory.operation import Operation, likeness
 
 if TYPE_CHECKING:
     from lowmem.memory.work import Work
@@ -80,21 +80,28 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._numbers: dict[int, int] = {}  # address of a live storage -> its number
         self._guards: dict[int, Any] = {}
         self._workspaces: set[str] = set()
-        self._names: dict[Any, str] = {}
-        self._sharing: set[Any] = set()
-        self._known: dict[Any, tuple[Any, Any, torch.dtype]] = {}
+        self._operations: dict[int, Operation] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would wrap every call below into one more, which takes as long as this does
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, and look at what it returns."""
-        result = self._recall(func, args, kwargs or {})
-        inside = [self._hidden(size, func) for size in self._inside(func, args)]
+        known = self._operations.get(id(func))
+        if known is None:
+            known = self._operations[id(func)] = Operation(func, self.device)
+        result = self._recall(func, args, kwargs or {}, known)
+        if known.in_cublas:
+            self._workspace()
+        inside = () if known.hidden is None else [self._hidden(size, known.name) for size in known.hidden(args)]
         for leaf in result if isinstance(result, tuple | list) else (result,):
             if isinstance(leaf, Tensor):
-                self.see(leaf, op=func)
+                self.see(leaf, op=known.name)
             elif isinstance(leaf, tuple | list):
                 for inner in leaf:
                     if isinstance(inner, Tensor):
-                        self.see(inner, op=func)
+                        self.see(inner, op=known.name)
         for number in inside:
             self._record(number, -self.storages[number].size)
         if self.work is not None:
@@ -106,31 +113,22 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._guards.clear()
 
-    def _recall(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _recall(self, func: Any, args: Any, kwargs: Any, operation: Operation) -> Any:
         """The operation's result; on the meta device one like the first of its kind, which is much faster."""
-        if self.device is None or func in self._sharing:
-            return func(*args, **kwargs)
-        key = likeness(func, args, kwargs)
+        key = likeness(args, kwargs) if operation.is_fresh else None
         if key is None:
             return func(*args, **kwargs)
-        known = self._known.get(key)
-        if known is not None:
-            shape, stride, dtype = known
+        found = operation.results.get(key)
+        if found is not None:
+            shape, stride, dtype = found
             return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         result = func(*args, **kwargs)
         given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         if result.untyped_storage()._cdata in given:
-            self._sharing.add(func)  # `_unsafe_view`, whose schema does not say so
+            operation.is_fresh = False  # `_unsafe_view`, whose schema does not say so
         elif result.is_meta:
-            self._known[key] = (tuple(result.shape), result.stride(), result.dtype)
+            operation.results[key] = (tuple(result.shape), result.stride(), result.dtype)
         return result
-
-    def _inside(self, func: Any, args: Any) -> list[int]:
-        if self.device is None:
-            return []
-        if self.device == "cuda" and is_matrix_product(func):
-            self._workspace()
-        return hidden_bytes(func, args, self.device)
 
     def _workspace(self) -> None:
         """cuBLAS keeps one workspace for the main thread and one for autograd's, once it has been called there."""
@@ -140,8 +138,8 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._workspaces.add(thread)
             self._born(CUBLAS_WORKSPACE, f"cuBLAS workspace ({thread} thread)", (), "workspaces")
 
-    def _hidden(self, size: int, func: Any) -> int:
-        return self._born(size, f"inside {func}", (), "inside kernels")
+    def _hidden(self, size: int, name: str) -> int:
+        return self._born(size, f"inside {name}", (), "inside kernels")
 
     def _born(
         self, size: int, op: str, shape: tuple[int, ...], label: str | None = None, kept_on: str = "device"
@@ -164,7 +162,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _now(self) -> str:
         return "backward" if torch._C._current_graph_task_id() != -1 else self.phase
 
-    def see(self, tensor: Tensor, label: str | None = None, op: Any = "given") -> int:
+    def see(self, tensor: Tensor, label: str | None = None, op: str = "given") -> int:
         """Take note of a tensor's storage; a label names its category from now on, and in hindsight."""
         if tensor.layout is torch.sparse_coo:
             self.see(tensor._indices(), label, op)
@@ -174,8 +172,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         number = self._numbers.get(address)
         if number is None:
             size = storage.nbytes()
-            name = self._names.get(op) or self._names.setdefault(op, str(op))
-            number = self._numbers[address] = self._born(size, name, tuple(tensor.shape), kept_on=_place(tensor))
+            number = self._numbers[address] = self._born(size, op, tuple(tensor.shape), kept_on=_place(tensor))
             self._guards[number] = weakref.ref(storage, lambda _, a=address, n=number, s=size: self._died(a, n, s))  # type: ignore[misc]
         if label is not None:
             self.storages[number].label = label
@@ -264,40 +261,3 @@ def keeping(where: str) -> Iterator[None]:
         yield
     finally:
         _keeping.pop()
-
-
-_fresh: dict[Any, bool] = {}  # operation -> whether it returns one new tensor, and changes nothing
-
-
-def likeness(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Equal for two calls on the meta device whose results are alike; None where a call is to be made anyway."""
-    fresh = _fresh.get(func)
-    if fresh is None:
-        returns = func._schema.returns
-        fresh = _fresh[func] = (
-            len(returns) == 1
-            and str(returns[0].type) == "Tensor"
-            and returns[0].alias_info is None
-            and not func._schema.is_mutable
-        )
-    if not fresh:
-        return None
-    key: list[Any] = [func]
-    for value in (*args, *kwargs.items()) if kwargs else args:
-        if type(value) is list:
-            value = tuple(value)
-        if isinstance(value, Tensor):
-            if not value.is_meta:
-                return None
-            key += (value.shape, value.stride(), value.dtype)
-        elif isinstance(value, tuple):
-            for part in value:
-                if isinstance(part, Tensor):
-                    if not part.is_meta:
-                        return None
-                    key += (part.shape, part.stride(), part.dtype)
-                else:
-                    key += (type(part), part)
-        else:
-            key += (type(value), value)
-    return tuple(key)
