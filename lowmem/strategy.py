@@ -126,6 +126,11 @@ class Strategy:
             return snake_case(cls.__name__)
         return f"{cls.__module__}.{cls.__qualname__}"
 
+    @property
+    def period(self) -> int:
+        """After how many layers what it does to them repeats (a prediction steps over so many at once)."""
+        return 1
+
     def configure(self, config: LoadConfig, run: Run) -> LoadConfig:
         """Before loading: how the model is loaded. Checks of the machine and of the training numbers live here."""
         return config

@@ -152,10 +152,10 @@ def test_figures_of_two_shallow_traces_are_those_of_the_full_depth(kind: str, tm
     axes = small_axes(NUMBERS, {**FAST, "split": ["1 at a time"], "loss": ["whole"]}, ["lora"])
     for choice in choices(axes, NUMBERS):
         subject = given.subject(choice)
-        depths = shallow_depths(subject, choice.period)
+        depths = shallow_depths(subject)
         assert depths is not None
         assert depths[1] < subject.layers
-        shallow, full = figures(subject, given.lengths, choice.period), traced(subject, given.lengths, None)
+        shallow, full = figures(subject, given.lengths), traced(subject, given.lengths, None)
         assert shallow.allocated == full.allocated
         assert shallow.floor == full.floor
         assert shallow.seconds(given.card) == pytest.approx(full.seconds(given.card), rel=1e-9)

@@ -22,12 +22,10 @@ from lowmem import (
 from lowmem.cli.memory_tables import show_waterfall
 from lowmem.memory.beside import beside_the_rule
 from lowmem.memory.cards import card
+from lowmem.memory.depth import figures, traced
 from lowmem.memory.estimate import estimate
-from lowmem.memory.pace import step_seconds
 from lowmem.memory.subject import read_subject
-from lowmem.memory.trace import Trace
 from lowmem.memory.waterfall import PLAIN, RULE, _rule, _size, _way_down, waterfall
-from lowmem.memory.work import Work
 from lowmem.strategy import Stage, Trait
 
 __all__ = ["folder"]
@@ -135,16 +133,17 @@ def test_the_plain_loop_beside_the_rule():
 
 
 @pytest.mark.parametrize(
-    "strategies", [[], [LoRA(r=4), GradientCheckpointing(), MixedPrecision(), GradientAccumulation(micro_batch_size=1)]]
+    "strategies",
+    [
+        [],
+        [GradientCheckpointing(every_n_layers=2)],
+        [LoRA(r=4), GradientCheckpointing(), MixedPrecision(), GradientAccumulation(micro_batch_size=1)],
+    ],
 )
 def test_two_shallow_traces_tell_the_time_of_all_layers(strategies):
-    run = subject(*strategies)
-    work = Work()
-    trace = run.trace([64] * 4, work=work)
-    passes = 3 if strategies else 2
-    times = work.scaled(dict.fromkeys(("forward", "backward"), 2 * (4 if strategies else 1) / passes)).seconds(CARD)
-    assert isinstance(trace, Trace)
-    assert step_seconds(run, [64] * 4, CARD) == pytest.approx(sum(times.values()) / 2, rel=1e-6)
+    run, lengths = subject(*strategies), [64] * 4
+    assert run.layers > run.shallow + run.period
+    assert figures(run, lengths).seconds(CARD) == pytest.approx(traced(run, lengths, None).seconds(CARD), rel=1e-6)
 
 
 @pytest.fixture(scope="module")

@@ -29,11 +29,9 @@ def quiet_bars() -> None:
             os.environ.setdefault(name, "1")
 
 
-def short_lived(context: typer.Context) -> None:
-    """The command lasts for seconds: Python's search for cycles, also that at its end, would take a fifth of them."""
-    if gc.isenabled():
-        gc.disable()
-        context.call_on_close(gc.enable)
+def short_lived() -> None:
+    """The process lasts for seconds: Python's search for cycles, also that at its end, would take a fifth of them."""
+    gc.disable()
     atexit.register(gc.freeze)
 
 

@@ -29,7 +29,6 @@ PlotOption = Annotated[str | None, typer.Option("--plot", metavar="FILE", help="
 
 
 def estimate(
-    context: typer.Context,
     recipe: SubjectArgument,
     overrides: OverridesArgument = None,
     seq_length: LengthOption = None,
@@ -44,7 +43,7 @@ def estimate(
     as_json: JsonOption = False,
 ) -> None:
     """Say what a run will need: neither weights nor a GPU are looked at."""
-    short_lived(context)
+    short_lived()
     from lowmem.cli.memory_tables import show_estimate
     from lowmem.errors import UserError
     from lowmem.memory.picture import require_plot
@@ -86,7 +85,6 @@ def estimate(
 
 
 def waterfall(
-    context: typer.Context,
     recipe: SubjectArgument,
     overrides: OverridesArgument = None,
     seq_length: LengthOption = None,
@@ -100,7 +98,7 @@ def waterfall(
     as_json: JsonOption = False,
 ) -> None:
     """Go from plain full fine-tuning down to a recipe, one technique at a time: what each saves, and costs in time."""
-    short_lived(context)
+    short_lived()
     from lowmem.cli.memory_tables import show_waterfall
     from lowmem.memory.cards import card, card_for
     from lowmem.memory.picture import require_plot

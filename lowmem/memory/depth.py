@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import lcm
 from typing import Any
 
 from lowmem.memory.allocator import ROUND
@@ -56,15 +55,14 @@ class Figures:
         return sum(self.work.seconds(card).values())
 
 
-def figures(subject: Subject, lengths: Sequence[int], period: int = 1) -> Figures:
+def figures(subject: Subject, lengths: Sequence[int]) -> Figures:
     """A step of a run at its full depth, from two shallow traces where two are enough.
 
     Args:
         subject: the run.
         lengths: tokens of each row of an optimizer batch.
-        period: after how many layers the strategies' effect repeats.
     """
-    depths = shallow_depths(subject, period)
+    depths = shallow_depths(subject)
     if depths is None:
         return traced(subject, lengths, None)
     low, high = depths
@@ -72,11 +70,11 @@ def figures(subject: Subject, lengths: Sequence[int], period: int = 1) -> Figure
     return _line(near, far, (subject.layers - low) // (high - low))
 
 
-def shallow_depths(subject: Subject, period: int = 1) -> tuple[int, int] | None:
+def shallow_depths(subject: Subject) -> tuple[int, int] | None:
     """Two depths that end as the full one does, a period apart; null where the full one is no deeper."""
-    if subject.pattern is None:
+    step = subject.period
+    if step is None:
         return None
-    step = lcm(subject.pattern, period)
     low = step + subject.layers % step
     return (low, low + step) if low + step < subject.layers else None
 

@@ -89,7 +89,7 @@ class Costs:
         """Exact in depth, from two shallow traces."""
         found = self._figures.get(choice.key)
         if found is None:
-            found = figures(self.problem.subject(choice), self.problem.lengths, choice.period)
+            found = figures(self.problem.subject(choice), self.problem.lengths)
             self._figures[choice.key] = found
         return found
 

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
-from math import lcm
 from typing import Any, Literal
 
 from lowmem.config import TrainingConfig
@@ -34,7 +33,6 @@ class Option:
         gives_up: what is no longer as in plain training, one phrase each.
         methods: the methods it makes a difference to.
         half: the 16-bit dtypes of cards on which it runs.
-        period: after how many layers its effect repeats.
     """
 
     name: str
@@ -44,7 +42,6 @@ class Option:
     gives_up: tuple[str, ...] = ()
     methods: tuple[str, ...] = METHODS
     half: tuple[Half, ...] = ("bfloat16", "float16")
-    period: int = 1
 
 
 @dataclass(frozen=True)
@@ -100,11 +97,6 @@ class Choice:
     def dtype(self) -> str:
         """Of the weights as loaded."""
         return next((option.dtype for option in self.picks.values() if option.dtype), "auto")
-
-    @property
-    def period(self) -> int:
-        """After how many layers its effect repeats."""
-        return lcm(*(option.period for option in self.picks.values()))
 
     def settings(self) -> dict[str, dict[str, Any]]:
         """Key in a recipe -> settings, as given."""
@@ -216,7 +208,7 @@ _CHECKPOINTING = Axis(
     "checkpointing",
     (
         Option("none"),
-        Option("every 2nd layer", {"gradient_checkpointing": {"every_n_layers": 2}}, period=2),
+        Option("every 2nd layer", {"gradient_checkpointing": {"every_n_layers": 2}}),
         Option("every layer", {"gradient_checkpointing": {"every_n_layers": 1}}),
     ),
     per_row=True,

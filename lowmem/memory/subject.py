@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import lcm
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -191,9 +192,14 @@ class Subject:
         return ["answers to data.exact_match: its rows, or the tokenizer, are not on this machine"]
 
     @property
+    def period(self) -> int | None:
+        """After how many layers all repeats, what strategies do to them included; null where depth is fixed."""
+        return None if self.pattern is None else lcm(self.pattern, *(strategy.period for strategy in self.strategies))
+
+    @property
     def shallow(self) -> int | None:
         """The fewest layers in which every kind of layer, and a repetition, occurs; null where depth is fixed."""
-        fewest = None if self.pattern is None else max(2, self.pattern + 1)
+        fewest = None if self.period is None else self.period + 1
         return fewest if fewest is not None and fewest < self.layers else None
 
 

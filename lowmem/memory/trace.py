@@ -82,10 +82,6 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._workspaces: set[str] = set()
         self._operations: dict[int, Operation] = {}
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # torch would wrap every call below into one more, which takes as long as this does
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, and look at what it returns."""
         known = self._operations.get(id(func))

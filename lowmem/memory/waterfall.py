@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from lowmem.errors import UserError
 from lowmem.memory.beside import Difference, differences
 from lowmem.memory.cards import Card
+from lowmem.memory.depth import figures
 from lowmem.memory.estimate import GIB, Estimate, estimate
-from lowmem.memory.pace import step_seconds
 from lowmem.memory.subject import Subject
 from lowmem.strategies import with_defaults
 from lowmem.strategy import Strategy, resolve
@@ -131,7 +131,7 @@ def waterfall(
     taken: list[Strategy] = []
     for group, found in steps:
         taken += group
-        seconds = step_seconds(subject.with_strategies(taken), final.lengths, card) if card else None
+        seconds = figures(subject.with_strategies(taken), final.lengths).seconds(card) if card else None
         bars.append(_bar(tuple(s.name for s in group), found, bars[-1].peak_reserved_bytes, seconds))
     notes += [note for before, bar in pairwise(bars[1:]) for note in _unseen(before, bar)]
     return Waterfall(

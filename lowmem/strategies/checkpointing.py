@@ -47,6 +47,10 @@ class GradientCheckpointing(Strategy):
     def breaks(self) -> frozenset[Trait]:
         return frozenset({Trait.RUN_ONCE})
 
+    @property
+    def period(self) -> int:
+        return self.every_n_layers
+
     def wrap_model(self, model: nn.Module, run: Run) -> nn.Module:
         for block in blocks(model)[:: self.every_n_layers]:
             wrap_forward(block, lambda forward, block=block: _recomputed(forward, block))  # type: ignore[misc]
