@@ -32,9 +32,9 @@ CONFIG = LlamaConfig(num_hidden_layers=3, vocab_size=512, dtype="float32", **SIZ
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def subject(*strategies, rows=4, length=64, vocabulary=512, **numbers) -> Subject:
+def subject(*strategies, rows=4, length=64, vocabulary=512, layers=3, **numbers) -> Subject:
     training = TrainingConfig(batch_size=rows, max_length=length, **numbers)
-    config = LlamaConfig(**{**CONFIG.to_dict(), "vocab_size": vocabulary})
+    config = LlamaConfig(**{**CONFIG.to_dict(), "vocab_size": vocabulary, "num_hidden_layers": layers})
     return Subject.of_config(config, ModelConfig("tiny"), training, strategies)
 
 

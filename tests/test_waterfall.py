@@ -141,8 +141,9 @@ def test_the_plain_loop_beside_the_rule():
     ],
 )
 def test_two_shallow_traces_tell_the_time_of_all_layers(strategies):
-    run, lengths = subject(*strategies), [64] * 4
-    assert run.layers > run.shallow + run.period
+    run, lengths = subject(*strategies, layers=7), [64] * 4
+    assert run.period is not None
+    assert run.layers > 2 * run.period + run.layers % run.period  # else all layers are traced
     assert figures(run, lengths).seconds(CARD) == pytest.approx(traced(run, lengths, None).seconds(CARD), rel=1e-6)
 
 
