@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lowmem.errors import UserError
 from lowmem.libraries import import_bitsandbytes
+from lowmem.peft_methods import MERGED_BY_LAYER
 from lowmem.weights import open_safetensors
 
 _PREFIX = "base_model.model."  # of peft's names, before the model's own
@@ -38,9 +39,13 @@ class AdapterLayers:
 
         config: Any = PeftConfig.from_pretrained(str(folder))
         start = getattr(config, "init_lora_weights", True)
-        if config.is_prompt_learning or start not in _PLAIN_INITIALISATIONS:
-            what = config.peft_type.value if config.is_prompt_learning else f"init_lora_weights={start}"
-            raise UserError(f"merge: an adapter of {what} cannot be added to the base weights; use it through peft")
+        method = config.peft_type.value
+        if method not in MERGED_BY_LAYER or start not in _PLAIN_INITIALISATIONS:
+            what = method if method not in MERGED_BY_LAYER else f"init_lora_weights={start}"
+            raise UserError(
+                f"merge: an adapter of {what} cannot be added to the base weights layer by layer; use it through peft "
+                "(`lowmem export RUN OUT --format peft`)"
+            )
         config.inference_mode = True
         names = set(model.state_dict())
         with warnings.catch_warnings():

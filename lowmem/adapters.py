@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Collection
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lowmem.config import ModelConfig
 from lowmem.errors import UserError
+from lowmem.run import Run
+from lowmem.strategy import ForwardBackward, Sample, Trait
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # With these, peft changes the base weights when the adapter is made: it fits no other copy of the base.
@@ -32,6 +36,84 @@ def empty_adapters(model: nn.Module) -> tuple[list[str], int]:
 
 def _is_second(name: str) -> bool:
     return ".lora_B." in name or ".lora_embedding_B." in name
+
+
+# -- making one -------------------------------------------------------------------------------------------------------
+
+
+def put_on(model: nn.Module, config: Any, owner: str, *, no_data: bool = False) -> nn.Module:
+    """The model with an adapter of peft's, new.
+
+    Args:
+        model: changed in place.
+        config: peft's.
+        owner: name of the strategy, for messages.
+        no_data: its weights are made on the meta device; else peft makes and draws them on the host first.
+
+    Raises:
+        UserError: what peft says against it.
+    """
+    from peft import get_peft_model
+
+    try:
+        with warnings.catch_warnings():
+            # peft 0.21 asks for a property that transformers 5.24 has renamed
+            warnings.simplefilter("ignore", FutureWarning)
+            warnings.filterwarnings("ignore", message="The PEFT config's `base_model_name_or_path` was renamed")
+            warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")  # `merge` takes care of it
+            adapted: nn.Module = get_peft_model(model, config, low_cpu_mem_usage=no_data)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise UserError(f"{owner}: {' '.join(str(error).split())}") from error
+    return adapted
+
+
+def require_modules(model: nn.Module, key: str, names: Collection[str]) -> None:
+    """Every name picks out a module: peft skips one that matches nothing as long as another one matches.
+
+    Raises:
+        UserError: one does not; with those near it.
+    """
+    known = {part for name, _ in model.named_modules() for part in (name, name.rsplit(".", 1)[-1]) if part}
+    for name in names:
+        if name != "all-linear" and not any(k == name or k.endswith(f".{name}") for k in known):
+            words = sorted(k for k in known if "." not in k and not k.isdigit())
+            near = get_close_matches(name, words, n=3, cutoff=0.4)
+            raise UserError(f"{key}: no module is called {name}" + (f"; near it: {', '.join(near)}" if near else ""))
+
+
+def require_wide_modules(model: nn.Module, key: str, run: Run) -> None:
+    """Modules that are trained in full are trained in float32, which a 16-bit model around them cannot take.
+
+    Raises:
+        UserError: it is 16-bit, and nothing casts.
+    """
+    narrow = any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters())
+    if narrow and Trait.AUTOCAST not in run.traits and Trait.FLOAT32 in run.traits:
+        raise UserError(
+            f"{key}: they are trained in float32 and the model is 16-bit; add mixed_precision, or set model.dtype: "
+            "float32"
+        )
+
+
+def without_input_casts(forward_backward: ForwardBackward, run: Run) -> ForwardBackward:
+    """Under autocast: peft raises every adapter's input to float32, and autocast would lower it again."""
+    if Trait.AUTOCAST not in run.traits or run.model is None:
+        return forward_backward
+    layers: list[Any] = [m for m in run.model.modules() if hasattr(m, "cast_input_dtype_enabled")]
+
+    def without_casts(micro_batches: list[list[Sample]], divisor: float | Tensor) -> Tensor:
+        _set_casts(layers, False)
+        try:
+            return forward_backward(micro_batches, divisor)
+        finally:
+            _set_casts(layers, True)  # outside autocast, peft's cast is needed
+
+    return without_casts
+
+
+def _set_casts(layers: list[Any], enabled: bool) -> None:
+    for layer in layers:
+        layer.cast_input_dtype_enabled = enabled
 
 
 # -- folders ----------------------------------------------------------------------------------------------------------

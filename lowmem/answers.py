@@ -144,12 +144,16 @@ def answer_all(
     model: nn.Module, tokenizer: Any, pairs: Sequence[tuple[Prompt, str]], batch_size: int = 100
 ) -> list[str]:
     """Greedy answers to the prompts of (prompt, reference answer) pairs."""
-    # A longer answer than the longest reference is wrong anyway.
-    longest = max(len(tokenizer(answer)["input_ids"]) for _, answer in pairs) + 8
+    longest = longest_answer(tokenizer, pairs)
     prompts = [prompt for prompt, _ in pairs]
     if learned_positions(model) is not None:
         fitting(model, tokenizer, prompts, longest)
     return generate(model, tokenizer, prompts, longest, batch_size)
+
+
+def longest_answer(tokenizer: Any, pairs: Sequence[tuple[Prompt, str]]) -> int:
+    """The most tokens an answer may have: a longer one than the longest reference is wrong anyway."""
+    return int(max(len(tokenizer(answer)["input_ids"]) for _, answer in pairs)) + 8
 
 
 def share(answers: Sequence[str], pairs: Sequence[tuple[Prompt, str]]) -> float:

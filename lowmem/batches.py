@@ -18,6 +18,7 @@ from lowmem.data.stream import TokenStream
 from lowmem.data.stream_cursor import StreamCursor
 from lowmem.errors import UserError
 from lowmem.loss import IGNORE
+from lowmem.run import device_kind
 from lowmem.strategy import Sample
 
 
@@ -119,7 +120,7 @@ def collate(samples: Sequence[Sample]) -> dict[str, Tensor]:
 
 def to_device(micro_batches: Sequence[Sequence[Sample]], device: torch.device) -> Iterator[dict[str, Tensor]]:
     """Collated micro-batches on the device; a thread collates the next one while this one computes."""
-    pin = device.type == "cuda"
+    pin = device_kind(device) == "cuda"
     if len(micro_batches) == 1:  # nothing to be ahead of, so no thread
         yield _move(_collate_pinned(micro_batches[0], pin), device)
         return

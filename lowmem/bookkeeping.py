@@ -16,8 +16,10 @@ from lowmem.early_stopping import EarlyStopping
 from lowmem.environment import peak_bytes, seed_everything, versions
 from lowmem.interrupts import CutShort
 from lowmem.json_schema import plain
+from lowmem.memory.dry_step import longest_batch_first
 from lowmem.memory.flat import MemoryWatch
 from lowmem.memory.now import memory_metrics
+from lowmem.memory.out_of_memory import explained
 from lowmem.model import origin
 from lowmem.yaml_lines import dump_yaml
 
@@ -53,7 +55,7 @@ class Bookkeeping:
         """Make or find the run folder and lock it while the context lasts; restore a checkpoint.
 
         Raises:
-            UserError: there is nothing to resume from, or another process trains in the folder.
+            UserError: there is nothing to resume from, another process trains in the folder, or memory has run out.
         """
         seed_everything(self.numbers.seed)
         self.trainer.run.stopped, self.cut_evaluation, lock = None, False, None
@@ -67,15 +69,17 @@ class Bookkeeping:
         try:
             if lock and lock.notice:
                 self.trainer.run.notice(lock.notice)
-            if source:
-                self._resume(source)
-            if self.folder:
-                durable.write_text(self.folder / "recipe.yaml", dump_yaml(self.settings()))
-                self._write("versions.json", versions())
-            self._report_data()
-            if self.cut_evaluation:
-                self._evaluate_unless_cut(self.trainer.run.global_step)
-            yield
+            with explained(self.trainer):
+                if source:
+                    self._resume(source)
+                if self.folder:
+                    durable.write_text(self.folder / "recipe.yaml", dump_yaml(self.settings()))
+                    self._write("versions.json", versions())
+                self._report_data()
+                longest_batch_first(self.trainer)
+                if self.cut_evaluation:
+                    self._evaluate_unless_cut(self.trainer.run.global_step)
+                yield
         finally:
             if lock:
                 lock.release()

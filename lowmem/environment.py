@@ -5,6 +5,8 @@ from __future__ import annotations
 import platform
 import random
 import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 
 import numpy as np
@@ -33,6 +35,22 @@ def peak_bytes() -> dict[str, int]:
         peak["peak_allocated_bytes"] = torch.cuda.max_memory_allocated()
         peak["peak_reserved_bytes"] = torch.cuda.max_memory_reserved()
     return peak
+
+
+@contextmanager
+def same_random_numbers(device: torch.device) -> Iterator[None]:
+    """What happens inside draws random numbers of its own: afterwards all generators are where they were before."""
+    started = device.type == "cuda" and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    cuda = torch.cuda.get_rng_state(device) if started else None
+    cpu, python, arrays = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(cpu)
+        random.setstate(python)
+        np.random.set_state(arrays)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda, device)
 
 
 def seed_everything(seed: int) -> None:

@@ -19,6 +19,7 @@ from lowmem.errors import UserError
 from lowmem.loss import IGNORE, count, next_token_cross_entropy, num_targets, shifted_targets
 from lowmem.model import call, final_softcap, head, head_weights, without_head
 from lowmem.ops.scores import linear_scores, logit_scores
+from lowmem.run import number
 from lowmem.strategy import ForwardBackward, Sample
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def summed_loss(
     for i in range(0, len(order), batch_size):
         before_batch()
         batch = [rows[row] for row in order[i : i + batch_size]]
-        total += float(forward_backward([batch], 1.0))
+        total += number(forward_backward([batch], 1.0))
         weight += count(batch)
         targets += sum(map(num_targets, batch))
     return total, weight, targets

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -131,8 +132,16 @@ def model_without_data(config: Any, trust_remote_code: bool = False) -> Any:
     """A causal language model of a configuration, on the meta device."""
     from transformers import AutoModelForCausalLM
 
+    kernel = str(config._attn_implementation)
+    packaged = kernel if "flash" in kernel else None  # needs a package to run, and none to be run on the meta device
+    if packaged:
+        config = copy.deepcopy(config)
+        config._attn_implementation = "sdpa"
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    if packaged:
+        model.config._attn_implementation = packaged
+    return model
 
 
 def is_gguf(config: ModelConfig) -> bool:

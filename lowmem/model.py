@@ -305,4 +305,5 @@ def call(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     if logits is None:
         raise UserError(f"{type(inner).__name__}.forward returns {type(output).__name__}, in which there are no logits")
-    return logits
+    in_front = logits.shape[1] - inputs["input_ids"].shape[1]  # a prompt that an adapter puts before every row
+    return logits[:, in_front:] if in_front > 0 else logits

@@ -34,6 +34,14 @@ def is_adapter(folder: Path) -> bool:
     return (folder / "adapter_config.json").is_file()
 
 
+def is_prompt(folder: Path) -> bool:
+    """Whether the adapter is a learned prompt: its file holds what its encoder made, and no encoder."""
+    from peft import PeftConfig
+
+    config: Any = PeftConfig.from_pretrained(str(folder))
+    return bool(config.is_prompt_learning)
+
+
 def rebuild(recipe: Recipe, weights: Path | None, named: bool) -> tuple[nn.Module, Run, list[Strategy]]:
     """A model in evaluation mode, nothing trainable; what strategies see; those that shape a forward pass.
 
@@ -117,7 +125,7 @@ def _with_adapter(base: nn.Module, folder: Path, dtype: str | None) -> nn.Module
     try:
         with warnings.catch_warnings():  # what peft warns of is an error below
             warnings.simplefilter("ignore")
-            model = load_adapter(base, folder, is_trainable=True)
+            model = load_adapter(base, folder, is_trainable=not is_prompt(folder))
             raise_trainable_dtype(model, dtype)
             state = load_file(file)
             set_peft_model_state_dict(model, dict(state))  # once more: 16-bit modules had rounded what they got

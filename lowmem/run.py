@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -88,6 +90,24 @@ def pick_device(model: object) -> torch.device:
     if isinstance(model, nn.Module) and any(p.is_meta for p in model.parameters()):
         return torch.device("meta")
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+_followed = ["cpu"]  # what the meta device stands for; the last one counts
+
+
+def device_kind(device: torch.device) -> str:
+    """`cuda`, `cpu` ...: whose ways a run takes; on the meta device, those of the device that it stands for."""
+    return _followed[-1] if device.type == "meta" else device.type
+
+
+@contextmanager
+def meta_stands_for(kind: str) -> Iterator[None]:
+    """Inside, a run on the meta device takes the ways of this kind of device."""
+    _followed.append(kind)
+    try:
+        yield
+    finally:
+        _followed.pop()
 
 
 def number(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Sizes in bytes as people write them."""
+"""Sizes as people write them: `24GiB`, `24GB`, `7.5 GiB`, bytes."""
 
 from __future__ import annotations
 
@@ -6,23 +6,20 @@ import re
 
 from lowmem.errors import UserError
 
-_UNITS = {"": 1, "B": 1}
-for _power, _letter in enumerate("KMGT", 1):
-    _UNITS |= {f"{_letter}B": 1000**_power, f"{_letter}IB": 1024**_power}
+_UNITS = {"": 1, "b": 1}
+_UNITS |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)}
+_UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)}
 
 
-def parse_size(text: str | int, where: str) -> int:
-    """Bytes of `24GiB` (1024^3), `24GB` (1000^3), `500 MiB` or a plain number.
-
-    Args:
-        text: the size.
-        where: option or key, for the message.
+def parse_size(text: int | str, option: str) -> int:
+    """Bytes of a text: GiB count 1024s, GB 1000s; a bare number is bytes.
 
     Raises:
-        UserError: it is no size.
+        UserError: it is no size; the message begins with `option`.
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
-    unit = _UNITS.get(found[2].upper()) if found else None
-    if found is None or unit is None or float(found[1]) <= 0:
-        raise UserError(f"{where}: a size such as 24GiB, 24GB or 500MiB; got {text}")
-    return round(float(found[1]) * unit)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text))
+    unit = _UNITS.get(match[2].lower()) if match else None
+    size = 0 if match is None or unit is None else int(float(match[1]) * unit)
+    if size < 1:
+        raise UserError(f"{option}: a size such as 24GiB (1024s), 24GB (1000s) or bytes; got {text}")
+    return size

@@ -56,12 +56,24 @@ class Trait(StrEnum):
     DENSE_PARAMS = "parameters to be ordinary tensors on the run's device"
     TRAINABLE = "something to be trainable"
     RECOMPUTE = "every block to be recomputed in backward"
+    RUN_ONCE = "no block to be run again in backward"
+    FLOAT32 = "what is trained to be float32"
+    POSITIONS = "the positions of a row's tokens to reach the model"
     AUTOCAST = "operations to run under autocast"
     PURE_BLOCKS = "a layer's forward to do nothing but compute"
 
 
 PLAIN_RUN = frozenset(
-    {Trait.GRADS_AT_STEP, Trait.STATIC_PARAMS, Trait.DENSE_PARAMS, Trait.TRAINABLE, Trait.PURE_BLOCKS}
+    {
+        Trait.GRADS_AT_STEP,
+        Trait.STATIC_PARAMS,
+        Trait.DENSE_PARAMS,
+        Trait.TRAINABLE,
+        Trait.RUN_ONCE,
+        Trait.FLOAT32,
+        Trait.POSITIONS,
+        Trait.PURE_BLOCKS,
+    }
 )
 
 
@@ -79,6 +91,7 @@ class Strategy:
         stage: how close to the raw part it sits.
         slot: at most one strategy fills a slot.
         exact: the weights after a step are those of the plain loop (tested); otherwise it approximates.
+        predictable: a run on the meta device allocates what a real one does.
         needs, provides, breaks: traits; a property where they depend on a field.
         saves, costs: one line each for `lowmem strategies`.
         remedy: what to do about a conflict this strategy causes.
@@ -87,6 +100,7 @@ class Strategy:
     stage: ClassVar[Stage]
     slot: ClassVar[str | None] = None
     exact: ClassVar[bool] = True
+    predictable: ClassVar[bool] = True
     saves: ClassVar[str] = ""
     costs: ClassVar[str] = ""
     remedy: ClassVar[str] = ""
@@ -113,6 +127,11 @@ class Strategy:
         if cls.__module__.startswith("lowmem."):
             return snake_case(cls.__name__)
         return f"{cls.__module__}.{cls.__qualname__}"
+
+    @property
+    def period(self) -> int:
+        """After how many layers what it does to them repeats (a prediction steps over so many at once)."""
+        return 1
 
     def configure(self, config: LoadConfig, run: Run) -> LoadConfig:
         """Before loading: how the model is loaded. Checks of the machine and of the training numbers live here."""

@@ -26,6 +26,8 @@ from lowmem.evaluation import summed_loss
 from lowmem.interrupts import Interrupts
 from lowmem.loading import load_model, load_tokenizer, raise_trainable_dtype
 from lowmem.loss import count, next_token_cross_entropy, num_targets
+from lowmem.memory.guard import MemoryCheck, MemoryGuard
+from lowmem.memory.segments import prepare_allocator
 from lowmem.nonfinite import NonFiniteGuard
 from lowmem.observers import Event, Observer, built_in_observers
 from lowmem.run import Run, World, number, pick_device
@@ -48,6 +50,7 @@ class Trainer:
         strategies: in any order; `AdamW` and, for `max_grad_norm`, `GradientClipping` are added where missing.
         observers: callables that are shown every `Event`.
         data: how rows are read (`format`, `train_on`, `on_bad_row`), and files where no data set is given.
+        check_memory: before loading, predict what the longest batch needs: `refuse` a run that will not fit, `warn`.
 
     Raises:
         UserError: strategies that conflict, data without a supervised token, settings that have no effect.
@@ -63,6 +66,7 @@ class Trainer:
         strategies: Sequence[Strategy] = (),
         observers: Sequence[Observer] = (),
         data: DataConfig | None = None,
+        check_memory: MemoryCheck = "off",
     ) -> None:
         self.started = time.perf_counter()
         self.training, self.data = training or TrainingConfig(), data or DataConfig()
@@ -71,12 +75,14 @@ class Trainer:
         self.strategies = resolve(with_defaults(self.given, self.training))
         self.device = pick_device(model)
         self.run = Run(self.training, self.device, traits(self.strategies)[0])
+        prepare_allocator(self.run)
         self.world = World()
         torch.manual_seed(self.training.seed)
 
         named = ModelConfig(str(model)) if isinstance(model, str | Path) else model
         self.source = named if isinstance(named, ModelConfig) else None
         refuse_adapter(self.source)
+        self.memory = MemoryGuard(self, named)
         load = self._wrap("configure", LoadConfig.of(self.source, self.device))
         self.tokenizer = load_tokenizer(self.source) if tokenizer is None and self.source else tokenizer
         rows = train_dataset if train_dataset is not None else self.data.train
@@ -86,6 +92,7 @@ class Trainer:
         )
         self.eval_dataset = self._tokenize(held_out)
         require_eval_rows(self.training, self.eval_dataset)
+        self.memory.check(check_memory)
 
         plain = named.to(load.device) if isinstance(named, nn.Module) else load_model(load)
         self.model = self.run.model = self._wrap("wrap_model", plain)
@@ -97,7 +104,7 @@ class Trainer:
         self.loss = self._wrap("wrap_loss", next_token_cross_entropy)
         make = self._wrap("wrap_optimizer", _no_optimizer)
         self.optimizer = self.run.optimizer = make(list(self.run.trainable.values()))
-        guard = NonFiniteGuard(self)
+        self.guard = guard = NonFiniteGuard(self)
         self.forward_backward = guard.around_pass(self._wrap("wrap_forward_backward", self._forward_backward))
         self.step = guard.around_step(self._wrap("wrap_step", self._step))
         self.inference = self._wrap("wrap_inference", self._inference)
@@ -111,7 +118,11 @@ class Trainer:
 
     @classmethod
     def from_recipe(
-        cls, path: str | Path, overrides: Sequence[str] = (), observers: Sequence[Observer] = ()
+        cls,
+        path: str | Path,
+        overrides: Sequence[str] = (),
+        observers: Sequence[Observer] = (),
+        check_memory: MemoryCheck = "off",
     ) -> Trainer:
         """A trainer from a YAML recipe, with dotted overrides such as `training.learning_rate=1e-4`."""
         from lowmem.recipe import load_recipe
@@ -119,7 +130,8 @@ class Trainer:
         recipe = load_recipe(path, overrides)
         own: list[Observer] = [ExactMatch(recipe.data.exact_match)] if recipe.data.exact_match else []
         everyone = [*own, *observers]
-        return cls(recipe.model, None, None, None, recipe.training, recipe.strategies, everyone, recipe.data)
+        numbers, strategies = recipe.training, recipe.strategies
+        return cls(recipe.model, None, None, None, numbers, strategies, everyone, recipe.data, check_memory)
 
     def _wrap(self, method: str, part: Any) -> Any:
         for strategy in self.strategies:  # inner to outer

@@ -56,6 +56,18 @@ def load_weights(model: nn.Module, folder: Path) -> None:
         _copy_into(_state(model), folder / "model.safetensors")
 
 
+def not_in_file(model: nn.Module) -> dict[str, Tensor]:
+    """The trained parameters of a model with an adapter that are not in peft's file of it, by name."""
+    from peft import get_peft_model_state_dict
+
+    if any(p.is_meta for p in model.parameters()):  # peft would run a prompt's encoder, and copy what it makes
+        return {}
+    saved = get_peft_model_state_dict(model, save_embedding_layers=False)
+    held = {tensor.untyped_storage()._cdata for tensor in saved.values()}
+    trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    return {name: p for name, p in trained.items() if p.untyped_storage()._cdata not in held}
+
+
 def load_adapter(base: nn.Module, folder: Path, *, is_trainable: bool = False) -> nn.Module:
     """Put an adapter in peft's format on the untouched base model, which grows first where tokens were added.
 

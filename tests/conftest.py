@@ -8,8 +8,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # the bounds are those of a CPU; a test of the card sets the variable
 
+import gc
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,14 @@ from torch import Tensor, nn
 from lowmem import Strategy, Trainer, TrainingConfig
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def collections() -> Iterator[None]:
+    """Commands of some seconds switch Python's search for cycles off; the tests that follow in this process want it."""
+    yield
+    gc.enable()
+
 
 VOCABULARY = 128
 TRAINING = {

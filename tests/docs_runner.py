@@ -265,7 +265,7 @@ def shortened(arguments: list[str]) -> list[str]:
         result += [f"training.max_steps={steps}", "training.save_steps=1"]
         if "quickstart" in arguments:
             result.append("data.exact_match=heldout.jsonl")  # six answers instead of two hundred
-    if arguments[:1] in (["train"], ["data"]) and "solar-10.7b-qlora-24gb" in arguments:
+    if arguments[:1] in (["train"], ["data"], ["estimate"], ["waterfall"]) and "solar-10.7b-qlora-24gb" in arguments:
         result.append("model.name_or_path=smollm2")
     return result
 

@@ -10,6 +10,7 @@ from lowmem import (
     EMA,
     AdamW,
     AdamW8bit,
+    Adapter,
     ChunkedCrossEntropy,
     ChunkedLayers,
     Compile,
@@ -85,6 +86,7 @@ ROWS = (
     Row("lora", LoRA, bound=0.3),
     Row("rslora", lambda: LoRA(r=4, use_rslora=True), bound=0.3),
     Row("dora", lambda: LoRA(r=4, use_dora=True), bound=0.3),
+    Row("miss", lambda: Adapter("MISS", r=4, target_modules="all-linear"), bound=0.3),
     Row("nf4", Quantization, (LoRA,), bound=0.02),
     Row("fp4", lambda: Quantization(format="fp4", double_quant=False), (LoRA,), bound=0.04),
     Row("int8", lambda: Quantization(format="int8"), (LoRA,), bound=0.004),
@@ -95,6 +97,7 @@ APPROXIMATE = tuple(row for row in ROWS if row.bound is not None)
 # Why strategies cannot stand together: the keys, and the words that the message owes its reader.
 REFUSED: dict[frozenset[str], tuple[str, ...]] = {
     frozenset({"adamw", "adamw_8bit"}): ("slot 'optimizer'", "keep one"),
+    frozenset({"lora", "adapter"}): ("slot 'adapter'", "keep one"),
     frozenset({"mixed_precision", "pure_bf16"}): ("slot 'precision'", "keep one"),
     frozenset({"gradient_clipping", "optimizer_in_backward"}): (
         "all gradients of the step",
@@ -134,12 +137,11 @@ def refusal(rows: tuple[Row, ...]) -> tuple[str, ...] | None:
 
 
 def together(*rows: Row) -> list[Strategy]:
-    """New instances of the rows, with the partners they lack."""
+    """New instances of the rows, with the partners they lack; who fills a partner's slot stands in for it."""
     strategies = [row.make() for row in rows]
-    for row in rows:
-        for partner in row.partners:
-            if not any(isinstance(s, type(partner())) for s in strategies):
-                strategies.append(partner())
+    for partner in (make() for row in rows for make in row.partners):
+        if not any(isinstance(s, type(partner)) or (s.slot and s.slot == partner.slot) for s in strategies):
+            strategies.append(partner)
     return strategies
 
 

@@ -123,7 +123,7 @@ def test_strategies_as_json_and_table():
     assert all(entry["saves"] and entry["costs"] for entry in facts.values())
     assert "gradient_accumulation" in facts["optimizer_in_backward"]["refuses"]
     assert "dtype=float16" in facts["mixed_precision"]["refuses"]["optimizer_in_backward"]
-    assert facts["quantization"]["needs"] == {"something to be trainable": ["lora"]}
+    assert facts["quantization"]["needs"] == {"something to be trainable": ["lora", "adapter"]}
     text = lowmem("strategies", **ASCII).stdout
     assert all(name in text for name in STRATEGIES)
 

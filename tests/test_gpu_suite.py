@@ -47,6 +47,21 @@ def test_a_small_part_on_a_cpu(tmp_path: Path) -> None:
     assert "not run: ladder (no CUDA)" in done.stdout
 
 
+def test_what_it_predicts_and_measures_goes_the_same_way(tmp_path: Path) -> None:
+    """The process that the check `predict` starts: at least 12 recipes, SOLAR's shape among them; here, one of them."""
+    script, out = SCRIPT.with_name("gpu_predict.py"), tmp_path / "predicted.json"
+    command = [sys.executable, str(script), "--tiny", "--only", "SOLAR", "--out", str(out)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    ((name, found),) = json.loads(out.read_text(encoding="utf-8")).items()
+    assert name == "SOLAR's shape in 24 GiB"
+    assert "failed" not in found
+    assert found["measured"] == [None, None]
+    assert 2 * 8_519_680 < found["predicted"][0] <= found["predicted"][1]
+    assert script.read_text(encoding="utf-8").count("Recipe(") - 1 >= 12
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
     [

@@ -11,8 +11,9 @@ import typer
 from lowmem.cli import convert, memory, reference, see, use
 from lowmem.cli.data import data
 from lowmem.cli.doctor import doctor
+from lowmem.cli.plan import plan
 from lowmem.cli.train import train, with_resume_value
-from lowmem.errors import UserError
+from lowmem.errors import ExplainedError, UserError
 
 app = typer.Typer(
     help="Fine-tune large language models on one GPU: composable memory techniques, exact by construction.",
@@ -25,6 +26,8 @@ app.add_typer(reference.recipes_app, name="recipes")
 for command in (
     train,
     memory.estimate,
+    memory.waterfall,
+    plan,
     data,
     use.evaluate,
     use.generate,
@@ -50,7 +53,8 @@ def main() -> None:
     try:
         app(args=with_resume_value(sys.argv[1:]), prog_name="lowmem")
     except UserError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        text = str(error) if isinstance(error, ExplainedError) else " ".join(str(error).split())
+        print(f"error: {text}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

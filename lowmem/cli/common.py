@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json
 import os
 import sys
@@ -25,6 +27,12 @@ def quiet_bars() -> None:
     if not sys.stderr.isatty():
         for name in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS"):
             os.environ.setdefault(name, "1")
+
+
+def short_lived() -> None:
+    """The process lasts for seconds: Python's search for cycles, also that at its end, would take a fifth of them."""
+    gc.disable()
+    atexit.register(gc.freeze)
 
 
 def print_json(value: Any) -> None:

@@ -1,19 +1,17 @@
-"""`lowmem estimate`: what a run will need, before it runs."""
+"""`lowmem estimate` and `lowmem waterfall`: what a run will need, before it runs."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Annotated
 
 import typer
 
-from lowmem.cli.common import JsonOption, OverridesArgument, new_table, print_json, print_table, quiet_bars
+from lowmem.cli.common import JsonOption, OverridesArgument, print_json, quiet_bars, short_lived
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from lowmem.memory.estimate import Estimate
-
-GIB = 1024**3
 SubjectArgument = Annotated[
     str, typer.Argument(metavar="RECIPE|MODEL", help="A recipe, or a model: a folder, a config.json, a hub id.")
 ]
@@ -21,6 +19,13 @@ LengthOption = Annotated[int | None, typer.Option("--seq-length", min=2, help="T
 BatchOption = Annotated[
     int | None, typer.Option("--batch-size", min=1, help="Rows per optimizer step (training.batch_size).")
 ]
+ExpandableOption = Annotated[
+    bool, typer.Option("--expandable/--no-expandable", help="Allocator with expandable segments (the default).")
+]
+MemoryOption = Annotated[
+    str | None, typer.Option("--gpu-memory", metavar="SIZE", help="A card's memory, such as 24GiB: does it fit?")
+]
+PlotOption = Annotated[str | None, typer.Option("--plot", metavar="FILE", help="A picture: .png, .svg or .pdf.")]
 
 
 def estimate(
@@ -28,61 +33,111 @@ def estimate(
     overrides: OverridesArgument = None,
     seq_length: LengthOption = None,
     batch_size: BatchOption = None,
+    gpu_memory: MemoryOption = None,
     device: Annotated[str, typer.Option(help="cuda: as on a card; cpu: as on a CPU.")] = "cuda",
-    expandable: Annotated[
-        bool, typer.Option("--expandable/--no-expandable", help="Allocator with expandable segments (the default).")
-    ] = True,
+    expandable: ExpandableOption = True,
+    data: Annotated[
+        bool, typer.Option("--data", help="Read the recipe's data, and predict for its longest batch.")
+    ] = False,
+    plot: PlotOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Say what a run will need: neither weights nor a GPU are looked at."""
+    short_lived()
+    from lowmem.cli.memory_tables import show_estimate
     from lowmem.errors import UserError
-    from lowmem.memory.subject import read_subject
+    from lowmem.memory.picture import require_plot
+    from lowmem.memory.subject import Subject, read_recipe
+    from lowmem.sizes import parse_size
 
     if device not in ("cuda", "cpu"):
         raise UserError(f"--device: cuda or cpu; got {device}")
+    if gpu_memory and device == "cpu":
+        raise UserError("--gpu-memory: has no meaning with --device cpu")
+    card = parse_size(gpu_memory, "--gpu-memory") if gpu_memory else None
+    file = require_plot(plot) if plot else None
     quiet_bars()
-    run = read_subject(recipe, overrides or (), seq_length, batch_size)
+    read = read_recipe(recipe, overrides or (), seq_length, batch_size, check_files=data)
     from lowmem.memory.estimate import estimate as predict
+    from lowmem.memory.trace import Trace
+    from lowmem.memory.worst_batch import heaviest, worst_batches, worst_batches_of
 
-    found = predict(run, device=device, expandable_segments=expandable)  # type: ignore[arg-type]
+    run, worst, held_out = Subject.of(read), worst_batches(None, read.training), None
+    if data:
+        worst, held_out = worst_batches_of(read)
+        run = replace(run, evaluation=held_out or ())
+    trace = Trace(device)
+    with _said_in_one_line():
+        lengths = heaviest(run, worst.batches, device)  # type: ignore[arg-type]
+        found = predict(run, lengths=lengths, device=device, expandable_segments=expandable, trace=trace)  # type: ignore[arg-type]
+    if file:
+        from lowmem.memory.step import second_step
+        from lowmem.memory.step_picture import draw
+
+        usable = None if card is None else card - found.context_bytes
+        draw(found, second_step(trace, run.vocabulary), file, usable)
+    if as_json:
+        fits = {} if card is None else {"gpu_memory_bytes": card, "fits": found.needed_bytes <= card}
+        rows = {"batch": worst.words, "eval_lengths": held_out and list(held_out)}
+        print_json(found.as_dict() | rows | fits)
+    else:
+        show_estimate(found, card, recipe, worst.words + ("" if data else " (--data reads the real rows)"))
+
+
+def waterfall(
+    recipe: SubjectArgument,
+    overrides: OverridesArgument = None,
+    seq_length: LengthOption = None,
+    batch_size: BatchOption = None,
+    gpu_memory: MemoryOption = None,
+    gpu: Annotated[
+        str | None, typer.Option("--gpu", metavar="CARD", help="Whose speed the times are for, such as 'RTX 4090'.")
+    ] = None,
+    expandable: ExpandableOption = True,
+    plot: PlotOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Go from plain full fine-tuning down to a recipe, one technique at a time: what each saves, and costs in time."""
+    short_lived()
+    from lowmem.cli.memory_tables import show_waterfall
+    from lowmem.memory.cards import card, card_for
+    from lowmem.memory.picture import require_plot
+    from lowmem.memory.subject import Subject, read_recipe
+    from lowmem.sizes import parse_size
+
+    size = parse_size(gpu_memory, "--gpu-memory") if gpu_memory else None
+    paced = card(gpu) if gpu else card_for(size or 24 * 1024**3)
+    file = require_plot(plot) if plot else None
+    quiet_bars()
+    from lowmem.memory.estimate import CONTEXT_BYTES
+    from lowmem.memory.waterfall import waterfall as go_down
+
+    run = Subject.of(read_recipe(recipe, overrides or (), seq_length, batch_size))
+    with _said_in_one_line():
+        found = go_down(run, expandable_segments=expandable, card=paced, progress=_progress)
+    if file:
+        from lowmem.memory.waterfall_picture import draw
+
+        draw(found, file, None if size is None else size - CONTEXT_BYTES)
     if as_json:
         print_json(found.as_dict())
-        return
-    _show(found)
-
-
-def _show(found: Estimate) -> None:
-    rows = f"{len(found.lengths)} rows of up to {max(found.lengths):,} tokens"
-    place = f", {found.place}" if found.place else ""
-    print(f"{found.model}: {rows} per optimizer step")
-    if found.device == "cuda":
-        print(
-            f"  {gib(found.needed_bytes)} needed on the card: {gib(found.peak_reserved_bytes)} reserved by the "
-            f"allocator (at most {gib(found.peak_allocated_bytes)} in use) and {gib(found.context_bytes)} for CUDA"
-        )
     else:
-        print(f"  {gib(found.peak_allocated_bytes)} of tensors at most")
-    print(f"  peak in {found.phase}{place}, at {found.operation}")
-    print(f"  host: {gib(found.host_bytes)} of tensors, {gib(found.pinned_bytes)} of them pinned")
-    print(f"  tolerance: {found.error_band}")
-    print_table(_ledger(found))
-    largest = new_table("at the peak: largest", "GiB", "pieces")
-    for size, count, what in found.holders[:8]:
-        largest.add_row(what, f"{size / GIB:.3f}", f"{count:,}")
-    print_table(largest)
+        show_waterfall(found, size)
 
 
-def _ledger(found: Estimate) -> Table:
-    table = new_table("GiB", "at the peak", *found.phases)
-    categories = list(dict.fromkeys([*found.ledger, *(c for m in found.phases.values() for c in m.ledger)]))
-    for category in categories:
-        cells = [found.ledger.get(category, 0), *(m.ledger.get(category, 0) for m in found.phases.values())]
-        table.add_row(category, *(f"{size / GIB:.3f}" if size else "" for size in cells))
-    totals = [sum(found.ledger.values()), *(m.bytes for m in found.phases.values())]
-    table.add_row("in all", *(f"{size / GIB:.3f}" for size in totals))
-    return table
+def _progress(text: str) -> None:
+    if sys.stderr.isatty():
+        print(f"tracing {text}", file=sys.stderr)
 
 
-def gib(size: int) -> str:
-    """Bytes for people."""
-    return f"{size / GIB:.2f} GiB"
+@contextmanager
+def _said_in_one_line() -> Iterator[None]:
+    """What torch says where a part of a run looks at data, which a prediction has none of."""
+    try:
+        yield
+    except (RuntimeError, NotImplementedError) as error:
+        if "meta" not in str(error):
+            raise
+        from lowmem.memory.estimate import unpredictable
+
+        raise unpredictable(error) from error

@@ -24,23 +24,34 @@ def train(
             help="Go on from a checkpoint, or the newest one of a run folder; without PATH, the newest of output_dir.",
         ),
     ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Train, too, where memory is predicted to be too small.")
+    ] = False,
 ) -> None:
     """Train as a recipe says."""
+    from lowmem.memory import segments
     from lowmem.recipe import load_recipe
 
     quiet_bars()
+    segments.turn_on()  # before torch is imported
     loaded = load_recipe(recipe, overrides or ())  # complains before anything heavy is imported
     from lowmem.console import Console
     from lowmem.interrupts import Terminated, terminable
+    from lowmem.memory.comparison import MemoryComparison
     from lowmem.memory.meter import MemoryLedger
+    from lowmem.memory.out_of_memory import explained_loading
     from lowmem.trainer import Trainer
 
     console = Console()
     try:
         with terminable():
-            trainer = Trainer.from_recipe(
-                str(loaded.path), overrides=list(overrides or ()), observers=[MemoryLedger(), console]
-            )
+            with explained_loading():
+                trainer = Trainer.from_recipe(
+                    str(loaded.path),
+                    overrides=list(overrides or ()),
+                    observers=[MemoryLedger(), MemoryComparison(), console],
+                    check_memory="warn" if force else "refuse",
+                )
             trainer.train(resume_from=True if resume == _NEWEST else resume)
     except (KeyboardInterrupt, Terminated) as stop:
         console.close()

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from lowmem.errors import UserError
 from lowmem.memory.allocator import CachingAllocator, replay
+from lowmem.memory.host import host_ledgers
+from lowmem.memory.merging import merge_trace
 from lowmem.memory.meta import Device
 from lowmem.memory.moments import Moment
-from lowmem.memory.predict import judge
+from lowmem.memory.predict import judge, without_collections
 from lowmem.memory.rule_of_thumb import MemoryEstimate, estimate_memory_usage
 from lowmem.memory.subject import Subject
 from lowmem.memory.trace import Trace
@@ -43,7 +45,14 @@ class Estimate:
         ledger: category -> bytes at the peak; with `allocator slack` they add up to `peak_reserved_bytes`.
         phases: phase -> its peak, by category.
         holders: the largest groups of tensors at the peak: (bytes, count, what).
-        host_bytes, pinned_bytes: tensors in the host's memory at their most (pinned ones included); pinned ones.
+        host_bytes, host_phase: what the process needs of the host's memory at its most, and when; pinned memory is part
+            of it.
+        host_phases: the same by phase and category (`merge` is a command, and process, of its own).
+        pinned_bytes: host memory that the card reads directly, in the blocks of torch's allocator for it.
+        managed_bytes: memory of paged optimizer state. The allocator of the card knows nothing of it; it lies on the
+            card while there is room, and moves to the host page by page.
+        managed_at_once: how much of it one update touches, which must be on the card then.
+        left_out: parts of the run that could not be followed, in words.
         rule: the tutorial's rule of thumb for the same run.
     """
 
@@ -62,17 +71,24 @@ class Estimate:
     phases: dict[str, Moment]
     holders: list[tuple[int, int, str]]
     host_bytes: int
+    host_phase: str
+    host_phases: dict[str, dict[str, int]]
     pinned_bytes: int
+    managed_bytes: int
+    managed_at_once: int
+    left_out: list[str]
     rule: MemoryEstimate
 
     @property
     def needed_bytes(self) -> int:
-        """What must be free on the card: reserved, and CUDA's own share."""
-        return self.peak_reserved_bytes + self.context_bytes
+        """What must be free on the card: reserved, the paged state of one update, and CUDA's own share."""
+        return self.peak_reserved_bytes + self.managed_at_once + self.context_bytes
 
     @property
     def error_band(self) -> str:
         """How far off it may be, in words."""
+        if self.device == "cpu":
+            return "within 1 %"
         reserved = 2 if self.expandable_segments else 4
         return f"allocated within 1 %, reserved within {reserved} %, CUDA's own share within 0.5 GiB"
 
@@ -91,6 +107,7 @@ class Estimate:
         }
 
 
+@without_collections()
 def estimate(
     run: Recipe | Subject,
     *,
@@ -99,6 +116,8 @@ def estimate(
     expandable_segments: bool = True,
     context_bytes: int = CONTEXT_BYTES,
     trace: Trace | None = None,
+    data_bytes: int = 0,
+    band: bool = True,
 ) -> Estimate:
     """Predict the memory of a run by running it on the meta device.
 
@@ -109,6 +128,8 @@ def estimate(
         expandable_segments: whether the allocator is set to grow its segments (`lowmem train` does so).
         context_bytes: what CUDA takes beside the allocator.
         trace: is filled with what was recorded, where a picture is to be drawn of it.
+        data_bytes: tokenised rows in the host's memory, where they are known (`host.rows_bytes`).
+        band: whether neighbouring lengths are tried, too.
 
     Raises:
         UserError: the architecture is not to be had, strategies conflict, or a part cannot run without data.
@@ -116,25 +137,27 @@ def estimate(
     subject = run if isinstance(run, Subject) else Subject.of(run)
     rows = tuple(lengths) if lengths else (subject.training.max_length,) * subject.training.batch_size
     seen: list[Trainer] = []
-    full = subject.trace(rows, device, look=seen.append)
+    full = subject.trace(rows, device, look=seen.append, whole=True)
     if trace is not None:
         vars(trace).update(vars(full))
     found = judge(full, expandable=expandable_segments, vocabulary=subject.vocabulary)
-    band = [found.peak_reserved_bytes]
-    if device == "cuda":
-        band += [
+    on_host = host_ledgers(full, device, data_bytes, merge_trace(subject))
+    host_phase = max(on_host, key=lambda phase: sum(on_host[phase].values()))
+    reserved = [found.peak_reserved_bytes]
+    if device == "cuda" and band:
+        reserved += [
             replay(events, CachingAllocator(None, expandable_segments)).peak_reserved
             for events in neighbours(subject, full, rows)
         ]
-    slack = max(band) - sum(found.ledger.values())
+    slack = max(reserved) - sum(found.ledger.values())
     return Estimate(
         subject.name,
         device,
         expandable_segments,
         rows,
         found.peak_allocated_bytes,
-        max(band),
-        (min(band), max(band)),
+        max(reserved),
+        (min(reserved), max(reserved)),
         context_bytes if device == "cuda" else 0,
         found.phase,
         found.place,
@@ -142,8 +165,13 @@ def estimate(
         {**found.ledger, "allocator slack": slack},
         found.phases,
         found.holders,
-        found.host_bytes,
+        sum(on_host[host_phase].values()),
+        host_phase,
+        on_host,
         found.pinned_bytes,
+        found.managed_bytes,
+        found.managed_at_once,
+        subject.left_out,
         _rule(seen[0], max(rows)),
     )
 

@@ -8,14 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Literal
+from copy import deepcopy
+from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
+from lowmem.errors import UserError
 from lowmem.libraries import import_bitsandbytes
+from lowmem.memory.host import pinned_batches
+from lowmem.memory.meta_adapters import meta_adapters
 from lowmem.memory.meta_autocast import lowered, meta_autocast
+from lowmem.memory.meta_experts import meta_experts
+from lowmem.run import meta_stands_for
 
 Device = Literal["cpu", "cuda"]
 aten = torch.ops.aten
@@ -35,14 +41,23 @@ def on_meta(device: Device = "cuda") -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(patch.object(functional, "scaled_dot_product_attention", attend))
         stack.enter_context(meta_autocast(device))
+        stack.enter_context(meta_adapters(device))
+        stack.enter_context(meta_experts())
         stack.enter_context(_masks())
+        stack.enter_context(_flash_packages())
         stack.enter_context(_positions())
+        stack.enter_context(meta_stands_for(device))
         # tables that bitsandbytes makes once, on the device that asks first
         stack.enter_context(patch.dict(import_bitsandbytes().functional.name2qmap, clear=True))
         stack.enter_context(_optimizer_kernels("fused"))
+        stack.enter_context(_copies_of_4bit_weights())
+        if device == "cpu":
+            stack.enter_context(_int8_as_on_a_cpu())
+            stack.enter_context(_random_states())
         if device == "cuda":
             stack.enter_context(_optimizer_kernels("foreach"))
             stack.enter_context(patch.object(functional, "dropout", _dropout))
+            stack.enter_context(pinned_batches())
         yield
 
 
@@ -109,6 +124,39 @@ def _cpu_kernel(
     return found
 
 
+@contextmanager
+def _flash_packages() -> Iterator[None]:
+    """`flash_attention_2` and its like come from packages; torch's own flash kernel allocates what theirs do."""
+    from transformers.integrations.flash_attention import get_target_dtype
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    def flash(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, dropout: float = 0.0, **more: Any
+    ) -> tuple[Tensor, None]:
+        dtype = get_target_dtype(query, module) or query.dtype
+        if dtype.itemsize != 2:
+            raise UserError(
+                "model.attn_implementation: flash attention takes 16-bit inputs, and these are wider; add "
+                "mixed_precision or pure_bf16, or use sdpa"
+            )
+        query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
+        found = aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout, True, False, scale=more.get("scaling")
+        )
+        return found[0].transpose(1, 2), None
+
+    def flex(*_: Any, **__: Any) -> None:
+        raise UserError(
+            "model.attn_implementation: flex_attention is compiled for the card at hand, so its memory cannot be "
+            "foreseen; estimate with sdpa"
+        )
+
+    kernels = ALL_ATTENTION_FUNCTIONS._global_mapping
+    stand_ins: dict[str, Any] = {name: flash for name in kernels if "flash_attention" in name}
+    with patch.dict(kernels, {**stand_ins, "flex_attention": flex}):
+        yield
+
+
 def _additive(mask: Tensor, query: Tensor) -> Tensor:
     """A mask of truths as one that is added."""
     if mask.dtype != torch.bool:
@@ -172,4 +220,53 @@ def _positions() -> Iterator[None]:
         return moved
 
     with patch.object(batches, "_move", move):
+        yield
+
+
+@contextmanager
+def _copies_of_4bit_weights() -> Iterator[None]:
+    """To copy a weight (peft's DoRA does) bitsandbytes fills an empty CPU tensor, which cannot take a meta tensor."""
+    weights: Any = import_bitsandbytes().nn.Params4bit
+    real = weights.__deepcopy__
+
+    def copied(self: Any, memo: Any) -> Any:
+        if not self.is_meta:
+            return real(self, memo)
+        new = Tensor._make_subclass(type(self), self.data.clone(), self.requires_grad)
+        new.__dict__.update(self.__dict__)
+        new.quant_state = deepcopy(self.quant_state)
+        return new
+
+    with patch.object(weights, "__deepcopy__", copied):
+        yield
+
+
+@contextmanager
+def _int8_as_on_a_cpu() -> Iterator[None]:
+    """bitsandbytes multiplies int8 weights on a CPU by raising them to the inputs' dtype."""
+    bnb: Any = import_bitsandbytes()
+    real = bnb.matmul
+    raised = bnb.autograd._functions.MatMul8bitFp
+
+    def matmul(inputs: Tensor, weight: Tensor, out: Any = None, state: Any = None, **more: Any) -> Any:
+        if inputs.is_meta and state is not None and state.is_training:
+            return raised.apply(inputs, weight, out, more.get("bias"), state)
+        return real(inputs, weight, out, state, **more)
+
+    with patch.object(bnb, "matmul", matmul):
+        yield
+
+
+@contextmanager
+def _random_states() -> Iterator[None]:
+    """Checkpointing keeps the generator's state per layer; on a CPU it lies beside the activations, and counts."""
+    state, fork = torch.get_rng_state, torch.random.fork_rng
+
+    def forked(*args: Any, **kwargs: Any) -> Any:  # the meta device has no random numbers, and nothing would be kept
+        return fork(*args, **(kwargs | {"device_type": "cpu"} if kwargs.get("device_type") == "meta" else kwargs))
+
+    with (
+        patch.object(torch, "get_rng_state", lambda: state().clone()),  # an operation shows it to who looks at those
+        patch.object(torch.random, "fork_rng", forked),
+    ):
         yield

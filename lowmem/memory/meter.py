@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lowmem.memory.timeline import Timeline, highest_moments
 from lowmem.memory.trace import Trace
@@ -114,7 +115,7 @@ class MemoryLedger:
 
 
 def tensors_by_category(trainer: Trainer) -> Iterator[tuple[str, Iterable[Tensor]]]:
-    """The lasting tensors of a run: weights, and the optimizer's state."""
+    """The lasting tensors of a run: weights, the optimizer's state, and what strategies keep (averages)."""
     trainable = {id(p) for p in trainer.run.trainable.values()}
     parameters = list(trainer.model.parameters())
     yield "weights, frozen", [p for p in parameters if id(p) not in trainable]
@@ -123,6 +124,8 @@ def tensors_by_category(trainer: Trainer) -> Iterator[tuple[str, Iterable[Tensor
     yield "weights, trainable", [p for p in parameters if id(p) in trainable]
     states = [trainer.optimizer.state[p] for p in trainer.run.trainable.values() if p in trainer.optimizer.state]
     yield "optimizer state", [v for state in states for v in state.values() if isinstance(v, Tensor)]
+    kept = tree_leaves([strategy.state_dict() for strategy in trainer.strategies])
+    yield "strategy state", [value for value in kept if isinstance(value, Tensor)]
 
 
 def _quant_state(parameter: nn.Parameter) -> list[Tensor]:

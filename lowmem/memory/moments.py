@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from lowmem.memory.trace import Storage, Trace
 
+_PASSES = ("forward", "evaluate", "generate")
+
 
 @dataclass(frozen=True)
 class Moment:
@@ -40,7 +42,8 @@ def moments(trace: Trace, vocabulary: int = 0) -> dict[str, Moment]:
         if size < 0 and rising is not None:
             highest[phase] = Moment(rising.index, rising.bytes, dict(live.most_common()))
             rising = None
-        if size > 0 and storage.phase != phase:
+        born = number not in categories
+        if born and storage.phase != phase:
             if rising is not None:
                 highest[phase] = Moment(rising.index, rising.bytes, dict(live.most_common()))
                 rising = None
@@ -48,11 +51,7 @@ def moments(trace: Trace, vocabulary: int = 0) -> dict[str, Moment]:
         category = categories.get(number) or categories.setdefault(number, category_of(storage, vocabulary))
         live[category] += size
         total += size
-        if (
-            size > 0
-            and (phase not in highest or total > highest[phase].bytes)
-            and (rising is None or total > rising.bytes)
-        ):
+        if born and (phase not in highest or total > highest[phase].bytes) and (rising is None or total > rising.bytes):
             rising = Moment(index, total, {})
     if rising is not None:
         highest[phase] = Moment(rising.index, rising.bytes, dict(live.most_common()))
@@ -60,12 +59,12 @@ def moments(trace: Trace, vocabulary: int = 0) -> dict[str, Moment]:
 
 
 def category_of(storage: Storage, vocabulary: int) -> str:
-    """Label, else `loss` (as wide as the vocabulary), `activations` (from forward), or `temporaries`."""
+    """Label, else `loss` (as wide as the vocabulary), `activations` (of a forward pass), or `temporaries`."""
     if storage.label:
         return storage.label
     if vocabulary and storage.shape[-1:] == (vocabulary,):
         return "loss"
-    return "activations" if storage.phase == "forward" else "temporaries"
+    return "activations" if storage.phase in _PASSES else "temporaries"
 
 
 def place_at(trace: Trace, index: int) -> str | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +13,14 @@ from torch import Tensor, nn
 
 from lowmem.config import TrainingConfig
 from lowmem.memory.allocator import CachingAllocator, replay
+from lowmem.memory.host import highest, managed_bytes, pinned_bytes
+from lowmem.memory.load import from_host, move_rest
 from lowmem.memory.meta import Device, on_meta
 from lowmem.memory.meter import tensors_by_category
 from lowmem.memory.moments import Moment, moments, place_at
+from lowmem.memory.phases import Around, follow
 from lowmem.memory.trace import Trace
+from lowmem.memory.work import Work
 from lowmem.model import blocks
 from lowmem.strategy import Sample, Strategy
 
@@ -34,8 +40,9 @@ class Prediction:
         ledger: category -> bytes at the peak, unrounded.
         phases: phase -> its own peak, unrounded, and its ledger.
         holders: the largest groups of tensors at the peak: (bytes, count, what).
-        host_bytes, pinned_bytes: the most that tensors take of the host's memory (pinned ones included), and of
-            memory that the card reads directly.
+        host_phase, host_bytes: when tensors take most of the host's ordinary memory, and how much.
+        pinned_bytes: what is taken of host memory that the card reads directly, in blocks of powers of two.
+        managed_bytes, managed_at_once: memory that moves between card and host, and how much of it an update touches.
     """
 
     peak_allocated_bytes: int
@@ -46,17 +53,22 @@ class Prediction:
     ledger: dict[str, int]
     phases: dict[str, Moment]
     holders: list[tuple[int, int, str]]
+    host_phase: str
     host_bytes: int
     pinned_bytes: int
+    managed_bytes: int
+    managed_at_once: int
 
 
 def record(
-    model: nn.Module,
+    model: nn.Module | Callable[[], nn.Module],
     training: TrainingConfig,
     strategies: Sequence[Strategy],
     device: Device,
     lengths: Sequence[int],
     look: Callable[[Trainer], None] | None = None,
+    work: Work | None = None,
+    around: Around | None = None,
 ) -> Trace:
     """Two optimizer steps of the real trainer, loop and strategies, on rows of these lengths.
 
@@ -64,19 +76,64 @@ def record(
     follow each other, the first step runs one and the second two: the others would find what the second finds.
 
     Args:
-        model: without data (on the meta device), in the dtype it would be loaded in.
+        model: without data (on the meta device), in the dtype it would be loaded in; or what loads it, which is then
+            recorded, too, as is the building of the trainer (phase `load`).
         training: what a run writes, and when, is left out.
         strategies: new instances.
         device: what the run is to be like.
         lengths: tokens of each row of an optimizer batch; every token is a target.
         look: is shown the trainer, built and not yet run.
+        work: is shown every operation, for the time it would take.
+        around: what the run does beside its steps; null: nothing.
     """
     rows = [{"input_ids": torch.ones(length, dtype=torch.int32).numpy()} for length in lengths]
     numbers = replace(
+        steps_alone(training), batch_size=len(rows), max_steps=2, max_length=max(training.max_length, *lengths)
+    )
+    with without_collections(), on_meta(device), ExitStack() as active:
+        trace = Trace(device, work)
+        if isinstance(model, nn.Module):
+            trainer = _trainer(model, rows, numbers, strategies)
+            active.enter_context(trace)
+        else:
+            active.enter_context(trace)
+            with from_host(trace):
+                trainer = _trainer(model(), rows, numbers, strategies)
+                move_rest(trainer.model)
+        trace.phase = "at rest"
+        _label(trace, trainer)
+        trace.label_rest("held by strategies")
+        trace.mark("at rest")
+        plain = trainer.forward_backward
+        _follow(trace, trainer)
+        if look is not None:
+            look(trainer)
+        trainer.train()
+        _label(trace, trainer)
+        trace.mark("at rest")  # between two steps; an optimizer may have made its state meanwhile
+        if around is not None:
+            trainer.forward_backward = plain
+            follow(trace, trainer, around)
+    return trace
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Python's search for cycles takes a third of the time here. What a cycle would hold counts as held, which on a
+    card is the worst case: nobody knows when the search would come."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def steps_alone(training: TrainingConfig) -> TrainingConfig:
+    """The numbers of a run that evaluates, saves and writes nothing."""
+    return replace(
         training,
-        batch_size=len(rows),
-        max_steps=2,
-        max_length=max(training.max_length, *lengths),
         output_dir=None,
         eval_steps=None,
         save_steps=None,
@@ -87,17 +144,6 @@ def record(
         early_stopping_threshold=0.0,
         report_to=[],
     )
-    with on_meta(device):
-        trainer = _trainer(model, rows, numbers, strategies)
-        trace = Trace(device)
-        trace.phase = "at rest"
-        with trace:
-            _follow(trace, trainer)
-            if look is not None:
-                look(trainer)
-            trainer.train()
-            _label(trace, trainer)
-    return trace
 
 
 def _trainer(model: nn.Module, rows: Any, numbers: TrainingConfig, strategies: Sequence[Strategy]) -> Trainer:
@@ -106,10 +152,11 @@ def _trainer(model: nn.Module, rows: Any, numbers: TrainingConfig, strategies: S
     class Brief(Trainer):
         """Leaves out micro-batches that would show nothing new."""
 
-        rows_per_pass = 0  # the most there were
+        rows_per_pass = micro_batches = 0  # the most there were
 
         def _forward_backward(self, micro_batches: list[list[Sample]], divisor: float | Tensor) -> Tensor:
             self.rows_per_pass = max(self.rows_per_pass, *map(len, micro_batches))
+            self.micro_batches = max(self.micro_batches, len(micro_batches))
             kept = telling(micro_batches, most=1 if self.run.global_step == 0 else 2)
             return super()._forward_backward(kept, divisor)
 
@@ -130,8 +177,7 @@ def telling(micro_batches: list[list[Sample]], most: int) -> list[list[Sample]]:
 
 
 def _follow(trace: Trace, trainer: Trainer) -> None:
-    """Tell the trace what lives already, what gradients are, which phase it is, and which layer is at work."""
-    _label(trace, trainer)
+    """Tell the trace what gradients are, which phase it is, and which layer is at work."""
 
     def gradient(parameter: Tensor) -> None:
         if parameter.grad is not None:
@@ -161,6 +207,7 @@ def _during(trace: Trace, phase: str, part: Callable[..., Any]) -> Callable[...,
     def within(*args: Any) -> Any:
         trace.place = None
         with trace.during(phase):
+            trace.mark(phase)  # bitsandbytes' step allocates nothing, and is a phase all the same
             return part(*args)
 
     return within
@@ -190,16 +237,7 @@ def judge(trace: Trace, *, expandable: bool, capacity: int | None = None, vocabu
         peak.ledger,
         phases,
         trace.holders(peak.index)[:15],
-        _highest(trace, "host", "pinned"),
-        _highest(trace, "pinned"),
+        *highest(trace, "host"),
+        pinned_bytes(trace),
+        *managed_bytes(trace),
     )
-
-
-def _highest(trace: Trace, *places: str) -> int:
-    """The most bytes that lived at once in memory of these kinds."""
-    live = most = 0
-    for number, size in trace.host_events:
-        if trace.storages[number].kept_on in places:
-            live += size
-            most = max(most, live)
-    return most

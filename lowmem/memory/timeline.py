@@ -11,6 +11,7 @@ from pathlib import Path
 from lowmem.durable import write_text
 
 FILE = "memory_timeline.json"
+COMPARISON = "memory.json"  # measured beside predicted
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,19 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils import _device
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lowmem.memory.kernels import hidden_bytes, is_matrix_product
-from lowmem.ops.without_data import place_now
+from lowmem.memory.operation import Operation, likeness
+from lowmem.ops.without_data import place_now, times_now
+
+if TYPE_CHECKING:
+    from lowmem.memory.work import Work
 
 # `:4096:2:16:8`, the default of cuBLAS before Hopper (pytorch#95668)
 CUBLAS_WORKSPACE = 8_519_680
@@ -32,7 +36,8 @@ class Storage:
         phase: when it was born (`load`, `forward`, `backward`, `step`, `evaluate` ...).
         label: its category, where it is known.
         place: the part of the model that was at work (`layer 12`), where it is known.
-        kept_on: `device`, `host` or `pinned` (host memory that the card reads directly).
+        kept_on: `device`; `host`; `pinned` (host memory that the card reads directly); `managed` (memory that moves
+            between the two, and of which the allocator knows nothing); `nowhere` (shapes without memory).
     """
 
     size: int
@@ -49,45 +54,55 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         device: whose kernels' hidden bytes are recorded, too (`cuda`, `cpu`); null: none.
+        work: is shown every operation, with its phase, for the time it would take; null: nothing is.
 
     Attributes:
         storages: number -> storage.
         events: (number of the storage, bytes); negative bytes: it died.
-        host_events: the same for memory of the host, where the device is a card (on a CPU there is no difference).
+        host_events: the same for `host`, `pinned` and `managed` memory, where the device is a card (on a CPU there is
+            no difference).
         times: when each event came, in seconds.
+        marks: (number of events before it, phase) for each phase that was entered.
         phase: what is going on; inside a backward pass it is `backward` by itself.
         place: which part of the model is at work, for those who know.
     """
 
-    def __init__(self, device: str | None = None) -> None:
+    def __init__(self, device: str | None = None, work: Work | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
+        self.work = work
         self.storages: list[Storage] = []
         self.events: list[tuple[int, int]] = []
         self.host_events: list[tuple[int, int]] = []
         self.times: list[float] = []
+        self.marks: list[tuple[int, str]] = []
         self.phase = "load"
         self.place: str | None = None
         self._numbers: dict[int, int] = {}  # address of a live storage -> its number
         self._guards: dict[int, Any] = {}
         self._workspaces: set[str] = set()
-        self._names: dict[Any, str] = {}
-        self._sharing: set[Any] = set()
-        self._known: dict[Any, tuple[Any, Any, torch.dtype]] = {}
+        self._operations: dict[int, Operation] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, and look at what it returns."""
-        result = self._recall(func, args, kwargs or {})
-        inside = [self._hidden(size, func) for size in self._inside(func, args)]
+        known = self._operations.get(id(func))
+        if known is None:
+            known = self._operations[id(func)] = Operation(func, self.device)
+        result = self._recall(func, args, kwargs or {}, known)
+        if known.in_cublas:
+            self._workspace()
+        inside = () if known.hidden is None else [self._hidden(size, known.name) for size in known.hidden(args)]
         for leaf in result if isinstance(result, tuple | list) else (result,):
             if isinstance(leaf, Tensor):
-                self.see(leaf, op=func)
+                self.see(leaf, op=known.name)
             elif isinstance(leaf, tuple | list):
                 for inner in leaf:
                     if isinstance(inner, Tensor):
-                        self.see(inner, op=func)
+                        self.see(inner, op=known.name)
         for number in inside:
             self._record(number, -self.storages[number].size)
+        if self.work is not None:
+            self.work.see(func, args, kwargs, result, self._now(), times_now())
         return result
 
     def __exit__(self, *error: Any) -> None:
@@ -95,31 +110,22 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._guards.clear()
 
-    def _recall(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _recall(self, func: Any, args: Any, kwargs: Any, operation: Operation) -> Any:
         """The operation's result; on the meta device one like the first of its kind, which is much faster."""
-        if self.device is None or func in self._sharing:
-            return func(*args, **kwargs)
-        key = likeness(func, args, kwargs)
+        key = likeness(args, kwargs) if operation.is_fresh else None
         if key is None:
             return func(*args, **kwargs)
-        known = self._known.get(key)
-        if known is not None:
-            shape, stride, dtype = known
+        found = operation.results.get(key)
+        if found is not None:
+            shape, stride, dtype = found
             return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         result = func(*args, **kwargs)
         given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         if result.untyped_storage()._cdata in given:
-            self._sharing.add(func)  # `_unsafe_view`, whose schema does not say so
+            operation.is_fresh = False  # `_unsafe_view`, whose schema does not say so
         elif result.is_meta:
-            self._known[key] = (tuple(result.shape), result.stride(), result.dtype)
+            operation.results[key] = (tuple(result.shape), result.stride(), result.dtype)
         return result
-
-    def _inside(self, func: Any, args: Any) -> list[int]:
-        if self.device is None:
-            return []
-        if self.device == "cuda" and is_matrix_product(func):
-            self._workspace()
-        return hidden_bytes(func, args, self.device)
 
     def _workspace(self) -> None:
         """cuBLAS keeps one workspace for the main thread and one for autograd's, once it has been called there."""
@@ -129,8 +135,8 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._workspaces.add(thread)
             self._born(CUBLAS_WORKSPACE, f"cuBLAS workspace ({thread} thread)", (), "workspaces")
 
-    def _hidden(self, size: int, func: Any) -> int:
-        return self._born(size, f"inside {func}", (), "inside kernels")
+    def _hidden(self, size: int, name: str) -> int:
+        return self._born(size, f"inside {name}", (), "inside kernels")
 
     def _born(
         self, size: int, op: str, shape: tuple[int, ...], label: str | None = None, kept_on: str = "device"
@@ -141,7 +147,10 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return number
 
     def _record(self, number: int, size: int) -> None:
-        if self.device == "cuda" and self.storages[number].kept_on != "device":
+        kept_on = self.storages[number].kept_on
+        if kept_on == "nowhere":
+            return
+        if self.device == "cuda" and kept_on != "device":
             self.host_events.append((number, size))
             return
         self.events.append((number, size))
@@ -150,20 +159,26 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _now(self) -> str:
         return "backward" if torch._C._current_graph_task_id() != -1 else self.phase
 
-    def see(self, tensor: Tensor, label: str | None = None, op: Any = "given") -> int:
+    def see(self, tensor: Tensor, label: str | None = None, op: str = "given") -> int:
         """Take note of a tensor's storage; a label names its category from now on, and in hindsight."""
+        if tensor.layout is torch.sparse_coo:
+            self.see(tensor._indices(), label, op)
+            return self.see(tensor._values(), label, op)
         storage = tensor.untyped_storage()
         address = storage._cdata
         number = self._numbers.get(address)
         if number is None:
             size = storage.nbytes()
-            name = self._names.get(op) or self._names.setdefault(op, str(op))
-            kept_on = place_now() if tensor.device.type != "cpu" else "host"
-            number = self._numbers[address] = self._born(size, name, tuple(tensor.shape), kept_on=kept_on)
+            number = self._numbers[address] = self._born(size, op, tuple(tensor.shape), kept_on=_place(tensor))
             self._guards[number] = weakref.ref(storage, lambda _, a=address, n=number, s=size: self._died(a, n, s))  # type: ignore[misc]
         if label is not None:
             self.storages[number].label = label
         return number
+
+    def place_of(self, tensor: Tensor) -> str | None:
+        """Where a tensor's storage lies (`Storage.kept_on`); None where it was never seen."""
+        number = self._numbers.get(tensor.untyped_storage()._cdata)
+        return None if number is None else self.storages[number].kept_on
 
     def _died(self, address: int, number: int, size: int) -> None:
         self._numbers.pop(address, None)
@@ -174,10 +189,22 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def during(self, phase: str) -> Iterator[None]:
         """Inside, what is born belongs to a phase."""
         before, self.phase = self.phase, phase
+        self.marks.append((len(self.events), phase))
         try:
             yield
         finally:
             self.phase = before
+
+    def label_rest(self, label: str) -> None:
+        """A category for what lives now and has none."""
+        for number in self._guards:
+            self.storages[number].label = self.storages[number].label or label
+
+    def mark(self, phase: str) -> None:
+        """What lives now is seen as the first moment of a phase, also where nothing is born in it."""
+        before, self.phase = self.phase, phase
+        self._born(0, f"beginning of {phase}", ())
+        self.phase = before
 
     # -- looking back -------------------------------------------------------------------------------------------------
 
@@ -211,38 +238,10 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return [(size, counts[words], words) for words, size in sizes.most_common()]
 
 
-_fresh: dict[Any, bool] = {}  # operation -> whether it returns one new tensor, and changes nothing
-
-
-def likeness(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Equal for two calls on the meta device whose results are alike; None where a call is to be made anyway."""
-    fresh = _fresh.get(func)
-    if fresh is None:
-        returns = func._schema.returns
-        fresh = _fresh[func] = (
-            len(returns) == 1
-            and str(returns[0].type) == "Tensor"
-            and returns[0].alias_info is None
-            and not func._schema.is_mutable
-        )
-    if not fresh:
-        return None
-    key: list[Any] = [func]
-    for value in (*args, *kwargs.items()) if kwargs else args:
-        if type(value) is list:
-            value = tuple(value)
-        if isinstance(value, Tensor):
-            if not value.is_meta:
-                return None
-            key += (value.shape, value.stride(), value.dtype)
-        elif isinstance(value, tuple):
-            for part in value:
-                if isinstance(part, Tensor):
-                    if not part.is_meta:
-                        return None
-                    key += (part.shape, part.stride(), part.dtype)
-                else:
-                    key += (type(part), part)
-        else:
-            key += (type(value), value)
-    return tuple(key)
+def _place(tensor: Tensor) -> str:
+    """Where a new tensor lies; inside `with torch.device("meta")` modules are made that get their weights later."""
+    if getattr(tensor, "is_paged", False):  # bitsandbytes' mark
+        return "managed"
+    if tensor.is_meta and getattr(_device.CURRENT_DEVICE, "type", None) == "meta":
+        return "nowhere"
+    return place_now() or ("device" if tensor.device.type != "cpu" else "host")

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowmem.ops.without_data import starts
+from lowmem.run import device_kind
 
 # A card reads the whole head for every chunk, so its chunks are large; a CPU is as fast with small ones.
 _LOGITS_PER_CHUNK = {"cpu": 2**22, "cuda": 2**24}  # 16 and 64 MiB in float32
@@ -50,8 +51,8 @@ def linear_cross_entropy(
         A scalar in float32 (float64 for float64 inputs).
     """
     device = hidden.device.type
-    chunk = chunk_size or default_chunk_size(weight.shape[0], device)
-    autocast = device != "meta" and torch.is_autocast_enabled(device)
+    chunk = chunk_size or default_chunk_size(weight.shape[0], device_kind(hidden.device))
+    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if autocast else hidden.dtype
     arguments = (hidden, weight, bias, targets, loss_weights, chunk, softcap, dtype)
     if torch.is_grad_enabled():
@@ -101,7 +102,8 @@ def _forward(
         torch.zeros_like(weight, dtype=wide) if needs[1] else None,
         torch.zeros_like(bias, dtype=wide) if needs[2] and bias is not None else None,
     ]
-    device = "cpu" if hidden.is_meta else hidden.device.type
+    device = hidden.device.type
+    device = device if torch.amp.is_autocast_available(device) else "cpu"  # the meta device has none by itself
     with torch.no_grad(), torch.autocast(device, enabled=False):
         used_weight = weight.to(dtype)
         used_bias = None if bias is None else bias.to(dtype)

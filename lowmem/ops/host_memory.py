@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem.ops.without_data import host_memory
+from lowmem.ops.without_data import keeping
 
 
 class HostPool:
@@ -54,7 +54,7 @@ class HostPool:
             self.pinned_limit is None or self.pinned_bytes + size <= self.pinned_limit
         )
         if self.device.type == "meta":
-            with host_memory("pinned" if pins else "host"):
+            with keeping("pinned" if pins else "host"):
                 buffer = torch.empty(size, dtype=torch.uint8, device="meta")
         else:
             buffer = torch.empty(size, dtype=torch.uint8)

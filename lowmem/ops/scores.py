@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowmem.ops.cross_entropy import default_chunk_size
+from lowmem.run import device_kind
 
 
 def linear_scores(
@@ -34,7 +35,7 @@ def linear_scores(
     """
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-    chunk = chunk_size or default_chunk_size(weight.shape[0], device)
+    chunk = chunk_size or default_chunk_size(weight.shape[0], device_kind(hidden.device))
     wide = torch.promote_types(dtype, torch.float32)
     loss, hits = (
         torch.zeros((), dtype=wide, device=hidden.device),

@@ -8,13 +8,13 @@ from contextvars import ContextVar
 
 import torch
 
-_PLACE: ContextVar[str] = ContextVar("place", default="device")
+_KEEPING: list[str] = []
 _TIMES: ContextVar[int] = ContextVar("times", default=1)
 
 
-def place_now() -> str:
-    """`device`, or within `host_memory` the kind of the host's memory."""
-    return _PLACE.get()
+def place_now() -> str | None:
+    """The kind of memory that what is made now lies in, within `keeping`."""
+    return _KEEPING[-1] if _KEEPING else None
 
 
 def times_now() -> int:
@@ -23,17 +23,17 @@ def times_now() -> int:
 
 
 @contextmanager
-def host_memory(kind: str) -> Iterator[None]:
-    """Inside, tensors that are made on the meta device stand for the host's memory.
+def keeping(where: str) -> Iterator[None]:
+    """Inside, what is born lies in this kind of memory, whatever device its tensor names.
 
     Args:
-        kind: `host` or `pinned`.
+        where: as `lowmem.memory.trace.Storage.kept_on`.
     """
-    token = _PLACE.set(kind)
+    _KEEPING.append(where)
     try:
         yield
     finally:
-        _PLACE.reset(token)
+        _KEEPING.pop()
 
 
 def starts(length: int, step: int, device: torch.device) -> Iterator[int]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lowmem.errors import UserError
+from lowmem.memory.timeline import COMPARISON
 from lowmem.memory.timeline import FILE as TIMELINE
 from lowmem.report.thin import Point
 from lowmem.run_folder import RunFolder
@@ -27,6 +28,7 @@ class RunRecord:
         resumed_at: the steps after which a resumed process went on.
         result: `result.json`; empty while there is none.
         timeline: `memory_timeline.json`; empty where no step was measured.
+        memory: `memory.json`, measured beside predicted; empty where nothing was compared.
         answers: held-out prompts with the answers before and after.
         checkpoints: folder name -> `trainer.json`.
         has_model: the result is there.
@@ -41,6 +43,7 @@ class RunRecord:
     timeline: dict[str, Any]
     answers: list[dict[str, Any]]
     checkpoints: dict[str, dict[str, Any]] = field(default_factory=dict)
+    memory: dict[str, Any] = field(default_factory=dict)
     has_model: bool = False
 
     @property
@@ -87,6 +90,7 @@ def read_run(path: str | Path) -> RunRecord:
         timeline=_json(folder.path / TIMELINE),
         answers=_answers(folder.path / "answers.jsonl") or list(result.get("samples") or []),
         checkpoints={c.name: _json(c / "trainer.json") for c in folder.checkpoints()},
+        memory=_json(folder.path / COMPARISON),
         has_model=(folder.path / "model").is_dir(),
     )
 

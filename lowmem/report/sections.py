@@ -72,7 +72,27 @@ def memory(record: RunRecord) -> Html:
                  [*rows, ("total", gib(total), "")], kind="numbers")  # fmt: skip
     drawn = _timeline(record.timeline) + line_chart(over_steps, series)
     drawn += f'<div class="card">{peak}</div>' if ledger else ""
+    drawn += "".join(f'<div class="card">{_beside(part)}</div>' for part in _compared(record))
     return section("memory", "Memory", f'<div class="charts">{drawn}</div>\n')
+
+
+def _compared(record: RunRecord) -> list[tuple[str, dict[str, Any]]]:
+    """What was compared with a prediction: the measured step, and on a card the peaks of the whole run."""
+    titles = {"step": "The measured step, measured and predicted", "run": "The run's peaks, measured and predicted"}
+    return [(title, record.memory[name]) for name, title in titles.items() if name in record.memory]
+
+
+def _beside(part: tuple[str, dict[str, Any]]) -> Html:
+    title, facts = part
+    measured, predicted = facts["measured"], facts["predicted"]
+    rows = [
+        (name.removesuffix("_bytes").replace("_", " "), measured.get(name, 0), predicted.get(name, 0))
+        for name in [*measured, *(name for name in predicted if name not in measured)]
+    ]
+    if part[0].startswith("The measured"):
+        rows.append(("total", facts["measured_bytes"], facts["predicted_bytes"]))
+    shown = [(name, gib(m), gib(p), f"{(p - m) / m:+.2%}" if m else "-") for name, m, p in rows]
+    return table(title, ["category", "measured", "predicted", "difference"], shown, kind="numbers")
 
 
 def _timeline(timeline: dict[str, Any]) -> Html:

@@ -8,6 +8,7 @@ from lowmem.config import TrainingConfig
 from lowmem.strategies.accumulation import GradientAccumulation
 from lowmem.strategies.adamw import AdamW
 from lowmem.strategies.adamw_8bit import AdamW8bit
+from lowmem.strategies.adapter import Adapter
 from lowmem.strategies.checkpointing import GradientCheckpointing
 from lowmem.strategies.chunked_layers import ChunkedLayers
 from lowmem.strategies.chunked_loss import ChunkedCrossEntropy
@@ -27,6 +28,7 @@ from lowmem.strategy import Strategy
 STRATEGIES: dict[str, type[Strategy]] = {
     "quantization": Quantization,
     "lora": LoRA,
+    "adapter": Adapter,
     "chunked_cross_entropy": ChunkedCrossEntropy,
     "chunked_layers": ChunkedLayers,
     "tiled_mlp": TiledMLP,
@@ -60,6 +62,7 @@ __all__ = [
     "STRATEGIES",
     "AdamW",
     "AdamW8bit",
+    "Adapter",
     "ChunkedCrossEntropy",
     "ChunkedLayers",
     "Compile",

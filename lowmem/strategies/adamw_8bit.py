@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lowmem.libraries import import_bitsandbytes
 from lowmem.model import embedding_parameters
-from lowmem.run import Run
+from lowmem.run import Run, device_kind
 from lowmem.strategies.adamw import check_moments, decay_groups
 from lowmem.strategy import MakeOptimizer, Stage, Strategy, Trait
 
@@ -47,11 +49,10 @@ class AdamW8bit(Strategy):
 
     def wrap_optimizer(self, make: MakeOptimizer, run: Run) -> MakeOptimizer:
         assert run.model is not None
-        paged = self.paged and run.device.type == "cuda"
+        kind = device_kind(run.device)
+        paged = self.paged and kind == "cuda"
         if self.paged and not paged:
-            run.notice(
-                f"adamw_8bit.paged: {run.device.type} has no managed memory; the moments are ordinary tensors here"
-            )
+            run.notice(f"adamw_8bit.paged: {kind} has no managed memory; the moments are ordinary tensors here")
         wide = {id(p) for p in embedding_parameters(run.model)}
 
         def bits_of(parameter: nn.Parameter) -> int:
@@ -70,6 +71,9 @@ class AdamW8bit(Strategy):
         return adamw_8bit
 
 
+_PAGED_VALUES = 100_000  # bitsandbytes keeps smaller moments in ordinary memory
+
+
 def _adamw_class() -> Any:
     bitsandbytes = import_bitsandbytes()
 
@@ -83,6 +87,18 @@ def _adamw_class() -> Any:
 
         def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
             return {**super().get_config(gindex, pindex, group), "optim_bits": group["optim_bits"]}
+
+        def get_state_buffer(self, p: Tensor, dtype: torch.dtype = torch.float32) -> Any:
+            if not (p.is_meta and self.is_paged and p.numel() >= _PAGED_VALUES):
+                return super().get_state_buffer(p, dtype=dtype)
+            with _disable_current_modes():  # for a trace it is no tensor of the device; `is_paged` says what it is
+                state: Any = torch.zeros_like(p, dtype=dtype)
+            state.is_paged = True
+            return state
+
+        def prefetch_state(self, p: Tensor) -> None:
+            if not p.is_meta:
+                super().prefetch_state(p)
 
     return GroupwiseAdamW
 

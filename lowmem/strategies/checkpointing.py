@@ -75,7 +75,12 @@ class GradientCheckpointing(Strategy):
 
     @property
     def breaks(self) -> frozenset[Trait]:
-        return frozenset({Trait.PURE_BLOCKS}) if self.offload or self.layers_per_checkpoint > 1 else frozenset()
+        pure = {Trait.PURE_BLOCKS} if self.offload or self.layers_per_checkpoint > 1 else set()
+        return frozenset({Trait.RUN_ONCE, *pure})
+
+    @property
+    def period(self) -> int:
+        return self.every_n_layers * self.layers_per_checkpoint
 
     def configure(self, config: LoadConfig, run: Run) -> LoadConfig:
         if self.offload_dir is not None and not Path(self.offload_dir).is_dir():

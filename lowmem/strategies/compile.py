@@ -25,6 +25,7 @@ class Compile(Strategy):
 
     stage: ClassVar[Stage] = Stage.COMPILE
     slot: ClassVar[str | None] = "compile"
+    predictable: ClassVar[bool] = False  # a compiler allocates by a plan of its own
     saves: ClassVar[str] = "temporaries that fused kernels never write"
     costs: ClassVar[str] = "compile time at the first steps, and again for new shapes"
 
@@ -41,6 +42,9 @@ class Compile(Strategy):
         return frozenset({Trait.PURE_BLOCKS})
 
     def wrap_model(self, model: nn.Module, run: Run) -> nn.Module:
+        if run.device.type == "meta":  # compiled code allocates by a plan of its own, made for the real device
+            run.notice("compile: memory is predicted as without it; compiled layers mostly need less")
+            return model
         for block in blocks(model):
             wrap_forward(block, lambda forward: torch.compile(forward, backend=self.backend, dynamic=self.dynamic))
         return model

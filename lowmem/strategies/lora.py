@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lowmem.adapters import another, open_adapter, plain_setting, take_over
+from lowmem.adapters import (
+    another,
+    open_adapter,
+    plain_setting,
+    put_on,
+    require_modules,
+    require_wide_modules,
+    take_over,
+    without_input_casts,
+)
 from lowmem.config import LoadConfig
 from lowmem.errors import UserError
 from lowmem.libraries import import_bitsandbytes
@@ -25,7 +31,7 @@ from lowmem.model import (
     unwrapped,
 )
 from lowmem.run import Run
-from lowmem.strategy import ForwardBackward, Sample, Stage, Strategy, Trait
+from lowmem.strategy import ForwardBackward, Stage, Strategy, Trait
 from lowmem.weights import load_weights
 
 
@@ -86,21 +92,12 @@ class LoRA(Strategy):
 
     def wrap_model(self, model: nn.Module, run: Run) -> nn.Module:
         import_bitsandbytes()  # before peft does
-        from peft import get_peft_model
-
-        self._check_dtype(model, run)
+        if self.modules_to_save:
+            require_wide_modules(model, "lora.modules_to_save", run)
         config = self._new_config(model, run) if self._start is None else self._old_config(model)
-        no_data = run.device.type == "meta"  # else peft makes and draws the matrices on the host first
+        no_data = run.device.type == "meta"
         base_then, base_now = config.base_model_name_or_path, getattr(model, "name_or_path", None)
-        try:
-            with warnings.catch_warnings():
-                # peft 0.21 asks for a property that transformers 5.24 has renamed
-                warnings.simplefilter("ignore", FutureWarning)
-                warnings.filterwarnings("ignore", message="The PEFT config's `base_model_name_or_path` was renamed")
-                warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")  # `merge` takes care of it
-                adapted: nn.Module = get_peft_model(model, config, low_cpu_mem_usage=no_data)  # type: ignore[arg-type]
-        except ValueError as error:
-            raise UserError(f"lora: {' '.join(str(error).split())}") from error
+        adapted = put_on(model, config, "lora", no_data=no_data)
         if self._start is not None:
             self._load(adapted, self._start[0])
             if base_then and base_now and base_then != base_now:
@@ -110,19 +107,7 @@ class LoRA(Strategy):
         return adapted
 
     def wrap_forward_backward(self, forward_backward: ForwardBackward, run: Run) -> ForwardBackward:
-        if Trait.AUTOCAST not in run.traits or run.model is None:
-            return forward_backward
-        layers: list[Any] = [m for m in run.model.modules() if hasattr(m, "cast_input_dtype_enabled")]
-
-        def without_casts(micro_batches: list[list[Sample]], divisor: float | Tensor) -> Tensor:
-            # peft raises every adapter's input to float32 and autocast lowers it again: a copy of each, for nothing.
-            _set_casts(layers, False)
-            try:
-                return forward_backward(micro_batches, divisor)
-            finally:
-                _set_casts(layers, True)  # outside autocast, peft's cast is needed
-
-        return without_casts
+        return without_input_casts(forward_backward, run)
 
     def settings(self) -> dict[str, Any]:
         everything = super().settings()
@@ -196,28 +181,6 @@ class LoRA(Strategy):
         return dict.fromkeys(names[:1] if ties_embeddings(model) else names, ids)
 
     def _check_names(self, model: nn.Module) -> None:
-        """peft skips a name that matches nothing as long as another one matches."""
-        known = {part for name, _ in model.named_modules() for part in (name, name.rsplit(".", 1)[-1]) if part}
         for key in ("target_modules", "modules_to_save"):
             value: Any = getattr(self, key) or []
-            for name in [value] if isinstance(value, str) else value:
-                if name != "all-linear" and not any(k == name or k.endswith(f".{name}") for k in known):
-                    near = get_close_matches(
-                        name, sorted(k for k in known if "." not in k and not k.isdigit()), n=3, cutoff=0.4
-                    )
-                    raise UserError(
-                        f"lora.{key}: no module is called {name}" + (f"; near it: {', '.join(near)}" if near else "")
-                    )
-
-    def _check_dtype(self, model: nn.Module, run: Run) -> None:
-        narrow = any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters())
-        if self.modules_to_save and narrow and Trait.AUTOCAST not in run.traits:
-            raise UserError(
-                "lora.modules_to_save: they are trained in float32 and the model is 16-bit; add mixed_precision, "
-                "or set model.dtype: float32"
-            )
-
-
-def _set_casts(layers: list[Any], enabled: bool) -> None:
-    for layer in layers:
-        layer.cast_input_dtype_enabled = enabled
+            require_modules(model, f"lora.{key}", [value] if isinstance(value, str) else value)

@@ -13,7 +13,7 @@ from lowmem.errors import UserError
 from lowmem.loss import IGNORE
 from lowmem.model import takes_one_row
 from lowmem.run import Run
-from lowmem.strategy import ForwardBackward, Loss, Sample, Stage, Strategy
+from lowmem.strategy import ForwardBackward, Loss, Sample, Stage, Strategy, Trait
 
 
 @dataclass
@@ -31,6 +31,10 @@ class Packing(Strategy):
     costs: ClassVar[str] = "a (length x length) mask per row with sdpa or eager attention"
 
     _checked: bool = field(default=False, init=False, repr=False)
+
+    @property
+    def needs(self) -> frozenset[Trait]:
+        return frozenset({Trait.POSITIONS})
 
     def wrap_loss(self, loss: Loss, run: Run) -> Loss:
         def flattened(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:

@@ -13,7 +13,7 @@ from lowmem.config import LoadConfig
 from lowmem.ops.optimizers import PerParameter
 from lowmem.ops.rounding import stochastic_round
 from lowmem.run import Run
-from lowmem.strategy import MakeOptimizer, Stage, Strategy
+from lowmem.strategy import MakeOptimizer, Stage, Strategy, Trait
 
 
 @dataclass
@@ -29,6 +29,10 @@ class PureBF16(Strategy):
     exact: ClassVar[bool] = False
     saves: ClassVar[str] = "half of the weights, gradients and activations"
     costs: ClassVar[str] = "rounding noise; a float32 copy of one parameter while it is updated"
+
+    @property
+    def breaks(self) -> frozenset[Trait]:
+        return frozenset({Trait.FLOAT32})
 
     def configure(self, config: LoadConfig, run: Run) -> LoadConfig:
         return replace(config, dtype="bfloat16", trainable_dtype=None)

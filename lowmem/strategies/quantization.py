@@ -17,6 +17,9 @@ from lowmem.model import as_plain_linear, fused_experts, linears, parent_of
 from lowmem.run import Run
 from lowmem.strategy import Stage, Strategy, Trait
 
+# Columns of activations with a value beyond it are multiplied in 16 bits (Dettmers et al. 2022, arXiv:2208.07339).
+_OUTLIERS = 6.0
+
 
 @dataclass
 class Quantization(Strategy):
@@ -95,7 +98,10 @@ class Quantization(Strategy):
         with torch.device("meta"):  # no memory for weights that are replaced at once
             new: Any
             if self.format == "int8":
-                new = bnb.nn.Linear8bitLt(*size, bias=linear.bias is not None, has_fp16_weights=False)
+                # without data nobody can say which columns are outliers
+                threshold = 0.0 if linear.weight.is_meta else _OUTLIERS
+                bias = linear.bias is not None
+                new = bnb.nn.Linear8bitLt(*size, bias=bias, has_fp16_weights=False, threshold=threshold)
             else:
                 new = bnb.nn.Linear4bit(
                     *size,
@@ -105,7 +111,8 @@ class Quantization(Strategy):
                     quant_type=self.format,
                 )
         if self.format == "int8":
-            new.weight = bnb.nn.Int8Params(linear.weight.data, requires_grad=False, has_fp16_weights=False).to(device)
+            new.weight = bnb.nn.Int8Params(linear.weight.data, requires_grad=False, has_fp16_weights=False)
+            new.weight = new.weight._quantize(device)
         else:
             new.weight = bnb.nn.Params4bit(
                 linear.weight.data,
@@ -123,7 +130,7 @@ class Quantization(Strategy):
 
         import_bitsandbytes()  # before transformers does
         if self.format == "int8":
-            return BitsAndBytesConfig(load_in_8bit=True)
+            return BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=_OUTLIERS)
         return BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type=self.format,

@@ -1,0 +1,193 @@
+"""Loading a model without data: transformers' own loading, on the meta device, from weights that are shapes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+from lowmem.config import LoadConfig
+from lowmem.libraries import import_bitsandbytes
+from lowmem.memory.host import AtOnce
+from lowmem.memory.trace import Trace
+from lowmem.model import unwrapped
+from lowmem.ops.without_data import keeping
+from lowmem.run import device_kind
+from lowmem.weights import named_state
+
+META = torch.device("meta")
+
+
+def load_without_data(make: Callable[[], Any], load: LoadConfig, place: str = "device") -> nn.Module:
+    """What `from_pretrained` makes of a model's files, in its own order, while a trace looks on.
+
+    Args:
+        make: transformers' model on the meta device; its shapes are those on disk.
+        load: dtype and quantisation, as `lowmem.loading.load_model` takes them.
+        place: `device`, or `host` (a GGUF file whose weights are quantised on their way to the card).
+    """
+    options = dict(load.from_pretrained)
+    if load.attn_implementation:
+        options["attn_implementation"] = load.attn_implementation
+    # neither `make`'s nor transformers' own skeleton has memory
+    with without_bars(), _as_with_data(place), keeping("nowhere"):
+        source = make()
+        model: nn.Module = type(source).from_pretrained(
+            None,
+            config=source.config,
+            state_dict=files_of(source, place),
+            dtype=source.dtype if load.dtype == "auto" else getattr(torch, load.dtype),
+            device_map={"": META},
+            **options,
+        )
+    if place == "host":  # it goes to the device layer by layer, and the rest with `move_rest`
+        vars(model)["to"] = lambda *_: model
+    return model
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """transformers would show bars for weights that nobody reads or writes."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def files_of(source: Any, place: str = "device") -> dict[str, OnDisk]:
+    """The tensors that `save_pretrained` would write (experts one by one, tied weights once)."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    stored = revert_weight_conversion(source, named_state(source))
+    return {key: OnDisk(value.shape, value.dtype, place) for key, value in stored.items()}
+
+
+class OnDisk:
+    """A tensor in a mapped file, as `safetensors` gives it out; on its way to the device it becomes one."""
+
+    def __init__(self, shape: Any, dtype: torch.dtype, place: str = "device") -> None:
+        self.shape, self.dtype, self.place = shape, dtype, place
+
+    def __getitem__(self, index: Any) -> OnDisk:
+        """The whole of it, which is all that is asked for."""
+        return self
+
+    def get_shape(self) -> list[int]:
+        """As `safetensors` says it."""
+        return list(self.shape)
+
+    def to(self, device: Any = None, dtype: torch.dtype | None = None) -> Tensor:
+        """Its copy on the device; a card gets it in its new dtype from the host, where it is cast."""
+        dtype, cast = dtype or self.dtype, None
+        if dtype != self.dtype and device_kind(META) == "cuda" and self.place == "device":
+            with keeping("host"):
+                cast = torch.empty(self.shape, dtype=dtype, device=META)
+        with keeping(self.place):
+            copy = torch.empty(self.shape, dtype=dtype, device=META)
+        del cast
+        return copy
+
+
+@contextmanager
+def _as_with_data(place: str) -> Iterator[None]:
+    """Inside, transformers and bitsandbytes do on the meta device what they would do on the real one."""
+    from transformers import core_model_loading, modeling_utils
+    from transformers.integrations import bitsandbytes as integration
+
+    bnb = import_bitsandbytes()
+    model_class = modeling_utils.PreTrainedModel
+    with ExitStack() as stack:
+        for name in ("_load_pretrained_model", "_finalize_model_loading"):
+            inside = _keeping_in(place, getattr(model_class, name))
+            stack.enter_context(patch.object(model_class, name, staticmethod(inside)))
+        if device_kind(META) == "cuda" and place == "device":
+            stack.enter_context(patch.object(modeling_utils, "caching_allocator_warmup", _warm_up))
+        stack.enter_context(patch.object(core_model_loading, "ThreadPoolExecutor", AtOnce))
+        stack.enter_context(patch.object(bnb.nn.Params4bit, "to", _quantising(bnb.nn.Params4bit.to)))
+        stack.enter_context(patch.object(integration.Bnb8bitQuantize, "convert", _convert_8bit))
+        yield
+
+
+def _keeping_in(place: str, part: Callable[..., Any]) -> Callable[..., Any]:
+    def inside(*args: Any, **kwargs: Any) -> Any:
+        with keeping(place):
+            return part(*args, **kwargs)
+
+    return inside
+
+
+def _warm_up(model: Any, device_map: Any, quantizer: Any) -> None:
+    """transformers asks the card once for as much as all weights take, so that the allocator has it at hand."""
+    from transformers.modeling_utils import get_total_byte_count
+
+    sizes = get_total_byte_count(model, dict.fromkeys(device_map, META), quantizer)
+    torch.empty(int(sizes[META] // 2), dtype=torch.float16, device=META)
+
+
+def _quantising(to: Callable[..., Any]) -> Callable[..., Any]:
+    def quantise_or_move(weight: Any, *args: Any, **kwargs: Any) -> Any:
+        device = torch._C._nn._parse_to(*args, **kwargs)[0]
+        if device == META and not weight.bnb_quantized:
+            return weight._quantize(device)
+        return to(weight, *args, **kwargs)
+
+    return quantise_or_move
+
+
+def _convert_8bit(
+    self: Any, input_dict: dict[str, Any], full_layer_name: str | None = None, model: Any = None, **_: Any
+) -> dict[str, Any]:
+    """transformers' own, in which the weight travels back to the host to be quantised on its way to the device."""
+    from transformers.pytorch_utils import Conv1D
+    from transformers.quantizers.quantizers_utils import get_module_from_name
+
+    result = {}
+    for name, value in input_dict.items():
+        value = value[0] if isinstance(value, list) else value
+        if issubclass(get_module_from_name(model, name)[0].source_cls, Conv1D):
+            value = value.T
+        options = dict(model.get_parameter_or_buffer(name).__dict__)
+        options.pop("SCB", None)
+        with keeping("host" if device_kind(META) == "cuda" else "nowhere"):
+            on_host = torch.empty_like(value)
+        result[name] = import_bitsandbytes().nn.Int8Params(on_host, requires_grad=False, **options)._quantize(META)
+    return result
+
+
+# -- what lies on the host first --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def from_host(trace: Trace) -> Iterator[None]:
+    """Inside, a weight that is loaded on the host is copied to the device when it is sent there."""
+    real = torch.Tensor.to
+
+    def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if tensor.is_meta and trace.place_of(tensor) == "host":
+            device, dtype = torch._C._nn._parse_to(*args, **kwargs)[:2]
+            if device == META:
+                with keeping("device"):
+                    return torch.empty_like(tensor, dtype=dtype or tensor.dtype)
+        return real(tensor, *args, **kwargs)
+
+    with patch.object(torch.Tensor, "to", to):
+        yield
+
+
+def move_rest(model: nn.Module) -> None:
+    """Send everything to the device that is not there yet (inside `from_host`)."""
+    vars(unwrapped(model)).pop("to", None)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(META)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(META)
