@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import typing
 import warnings
 from collections.abc import Mapping
@@ -45,6 +46,9 @@ _SET_BY_LOWMEM = (
     *("peft_type", "task_type", "inference_mode", "auto_mapping", "base_model_name_or_path", "revision"),
     "peft_version",
 )
+# Settings that tell layers apart, or count them; others do where a name holds a layer's number.
+_OF_LAYERS = ("layers_to_transform", "layer_replication", "adapter_layers", "num_layers")
+_LAYER_NUMBER = re.compile(r"(?<![A-Za-z_])\d|\\d")
 # Tokens in front of the row: peft drops the positions that a packed row carries.
 MOVES_POSITIONS = ("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CARTRIDGE")
 # Keys and values that a layer takes out of a cache: there is none when it is run again.
@@ -188,3 +192,15 @@ def bring_home(model: nn.Module, device: Any) -> None:
                         new = nn.Parameter(new, requires_grad=tensor.requires_grad)
                     moved[id(tensor)] = (tensor, new)
                 held[name] = moved[id(tensor)][1]  # type: ignore[assignment]
+
+
+def names_layers(settings: Mapping[str, Any]) -> bool:
+    """Whether some layers are adapted and others not, or otherwise.
+
+    A number that ends a word (`w1`, `fc2`) is no layer's.
+    """
+    if any(settings.get(key) is not None for key in _OF_LAYERS):
+        return True
+    names = (value for key, value in settings.items() if key.endswith(("_modules", "_pattern")))
+    texts = (text for value in names if value for text in ([value] if isinstance(value, str) else value))
+    return any(_LAYER_NUMBER.search(text) for text in texts)

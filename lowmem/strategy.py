@@ -129,9 +129,12 @@ class Strategy:
         return f"{cls.__module__}.{cls.__qualname__}"
 
     @property
-    def period(self) -> int:
-        """After how many layers what it does to them repeats (a prediction steps over so many at once)."""
-        return 1
+    def period(self) -> int | None:
+        """After how many layers what it does to them repeats; a prediction reads a deep model off two shallow ones.
+
+        1: all are treated alike. Null: single layers are meant, or nobody has said, and all layers are traced.
+        """
+        return None
 
     def configure(self, config: LoadConfig, run: Run) -> LoadConfig:
         """Before loading: how the model is loaded. Checks of the machine and of the training numbers live here."""

@@ -296,10 +296,11 @@ def test_remedies_are_exact_first_and_add_up(monkeypatch: pytest.MonkeyPatch) ->
     assert not {r.added[0].name for r in there} & {"gradient_checkpointing", "lora", "gradient_accumulation"}
 
 
-def test_remedies_of_a_deep_model_are_told_by_its_first_layers() -> None:
+@pytest.mark.parametrize("there", [[], [GradientCheckpointing(every_n_layers=2)]], ids=["plain", "every second"])
+def test_remedies_of_a_deep_model_are_told_by_its_first_layers(there: list[Strategy]) -> None:
     numbers = TrainingConfig(batch_size=2, max_length=64)
-    config = make_llama(num_hidden_layers=14, vocab_size=512).config
-    run = Subject.of_config(config, ModelConfig("deep"), numbers, [])
+    config = make_llama(num_hidden_layers=15, vocab_size=512).config
+    run = Subject.of_config(config, ModelConfig("deep"), numbers, there)
     for remedy in remedies(run, (64, 64), None, device="cpu")[:4]:
         whole = run.with_strategies(remedy.strategies).trace((64, 64), "cpu").peak()[0]
         assert remedy.needed == pytest.approx(whole, rel=0.01)

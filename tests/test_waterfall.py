@@ -12,6 +12,7 @@ from test_estimate import PNG, folder, lowmem, refusal, subject
 from lowmem import (
     EMA,
     AdamW8bit,
+    Adapter,
     GradientAccumulation,
     GradientCheckpointing,
     LoRA,
@@ -22,10 +23,11 @@ from lowmem import (
 from lowmem.cli.memory_tables import show_waterfall
 from lowmem.memory.beside import beside_the_rule
 from lowmem.memory.cards import card
-from lowmem.memory.depth import figures, traced
+from lowmem.memory.depth import figures, shallow_depths, traced
 from lowmem.memory.estimate import estimate
 from lowmem.memory.subject import read_subject
 from lowmem.memory.waterfall import PLAIN, RULE, _rule, _size, _way_down, waterfall
+from lowmem.model import blocks
 from lowmem.strategy import Stage, Trait
 
 __all__ = ["folder"]
@@ -142,9 +144,48 @@ def test_the_plain_loop_beside_the_rule():
 )
 def test_two_shallow_traces_tell_the_time_of_all_layers(strategies):
     run, lengths = subject(*strategies, layers=7), [64] * 4
-    assert run.period is not None
-    assert run.layers > 2 * run.period + run.layers % run.period  # else all layers are traced
+    assert shallow_depths(run) is not None  # else all layers are traced
     assert figures(run, lengths).seconds(CARD) == pytest.approx(traced(run, lengths, None).seconds(CARD), rel=1e-6)
+
+
+@dataclass
+class LastLayers(Strategy):
+    """Says nothing of how it treats layers."""
+
+    stage: ClassVar[Stage] = Stage.ADAPT
+    exact: ClassVar[bool] = False
+
+    def wrap_model(self, model, run):
+        model.requires_grad_(False)
+        for layer in blocks(model)[-3:]:
+            layer.requires_grad_(True)
+        return model
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        LastLayers(),
+        Adapter("LORA", layers_to_transform=[5, 6]),
+        Adapter("LORA", target_modules=r".*layers\.6\..*q_proj"),
+        Adapter("LORA", target_modules=["q_proj"], rank_pattern={"layers.5.self_attn.q_proj": 64}),
+        Adapter("ADAPTION_PROMPT", adapter_len=4, adapter_layers=5),
+    ],
+    ids=["undeclared", "layers_to_transform", "target_modules", "rank_pattern", "adapter_layers"],
+)
+def test_where_single_layers_are_meant_all_are_traced(strategy):
+    run = subject(strategy, layers=7)
+    assert run.shallow is None
+    trace = run.trace([64] * 4)
+    found = waterfall(run, card=CARD)
+    full = traced(run, [64] * 4, None)
+    assert found.bars[-1].peak_allocated_bytes >= trace.peak()[0]
+    assert found.bars[-1].step_seconds == pytest.approx(full.seconds(CARD), rel=1e-6)
+
+
+def test_numbers_that_end_a_word_name_no_layer():
+    assert subject(Adapter("LORA", target_modules=["w1", "fc2", "wi_0"])).period == 1
+    assert subject(Adapter("LORA", target_modules=r"model\.layers\.\d+\.mlp\.up_proj")).period is None
 
 
 @pytest.fixture(scope="module")

@@ -70,12 +70,17 @@ def figures(subject: Subject, lengths: Sequence[int]) -> Figures:
     return _line(near, far, (subject.layers - low) // (high - low))
 
 
-def shallow_depths(subject: Subject) -> tuple[int, int] | None:
-    """Two depths that end as the full one does, a period apart; null where the full one is no deeper."""
+def shallow_depths(subject: Subject, periods: int = 1) -> tuple[int, int] | None:
+    """Two depths that end as the full one does, a period apart; null where the full one is no deeper.
+
+    Args:
+        subject: the run.
+        periods: in the shallower one.
+    """
     step = subject.period
     if step is None:
         return None
-    low = step + subject.layers % step
+    low = periods * step + subject.layers % step
     return (low, low + step) if low + step < subject.layers else None
 
 

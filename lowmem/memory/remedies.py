@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from lowmem.memory.depth import shallow_depths
 from lowmem.memory.estimate import Estimate, estimate
 from lowmem.memory.meta import Device
 from lowmem.memory.moments import moments
@@ -132,14 +133,12 @@ class _Trials:
     def step(self, strategies: Sequence[Strategy]) -> int:
         """Live bytes of a step at their most: each phase from two depths, where more layers are more of the same."""
         subject = self.subject.with_strategies(strategies)
-        few = None if subject.shallow is None or subject.pattern is None else subject.shallow + 2 * subject.pattern
-        if few is None or subject.pattern is None or few + subject.pattern >= subject.layers:
+        depths = shallow_depths(subject, periods=4)  # with fewer another moment may be the highest
+        if depths is None:
             return subject.trace(self.rows, self.device).peak()[0]
-        low, high = (
-            moments(subject.trace(self.rows, self.device, layers=n), subject.vocabulary)
-            for n in (few, few + subject.pattern)
-        )
-        times = (subject.layers - few) // subject.pattern
+        few, more = depths
+        low, high = (moments(subject.trace(self.rows, self.device, layers=n), subject.vocabulary) for n in depths)
+        times = (subject.layers - few) // (more - few)
         return max(low[name].bytes + times * (high[name].bytes - low[name].bytes) for name in low)
 
     def whole(self, strategies: Sequence[Strategy]) -> int:

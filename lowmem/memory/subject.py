@@ -193,12 +193,14 @@ class Subject:
 
     @property
     def period(self) -> int | None:
-        """After how many layers all repeats, what strategies do to them included; null where depth is fixed."""
-        return None if self.pattern is None else lcm(self.pattern, *(strategy.period for strategy in self.strategies))
+        """After how many layers all repeats, also what strategies do to them; null where none stands for another."""
+        periods = [self.pattern, *(strategy.period for strategy in self.strategies)]
+        known = [period for period in periods if period is not None]
+        return lcm(*known) if len(known) == len(periods) else None
 
     @property
     def shallow(self) -> int | None:
-        """The fewest layers in which every kind of layer, and a repetition, occurs; null where depth is fixed."""
+        """The fewest layers in which every kind of layer, and a repetition, occurs; null where all count."""
         fewest = None if self.period is None else self.period + 1
         return fewest if fewest is not None and fewest < self.layers else None
 

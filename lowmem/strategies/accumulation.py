@@ -30,6 +30,7 @@ class GradientAccumulation(Strategy):
     slot: ClassVar[str | None] = "split"
     saves: ClassVar[str] = "activations: those of one micro-batch instead of the whole batch"
     costs: ClassVar[str] = "smaller matrix products; gradients live from the first micro-batch on"
+    period = 1
     remedy: ClassVar[str] = "drop gradient_accumulation and lower training.batch_size"
 
     steps: int | None = None

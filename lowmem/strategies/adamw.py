@@ -30,6 +30,7 @@ class AdamW(Strategy):
     slot: ClassVar[str | None] = "optimizer"
     saves: ClassVar[str] = "nothing: it is the measure of the others"
     costs: ClassVar[str] = "two moments, 8 bytes per trainable float32 weight"
+    period = 1
 
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8

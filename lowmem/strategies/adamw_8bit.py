@@ -35,6 +35,7 @@ class AdamW8bit(Strategy):
     exact: ClassVar[bool] = False
     saves: ClassVar[str] = "three quarters of the moments: about 2 bytes per trainable weight instead of 8"
     costs: ClassVar[str] = "moments with 8 bits; paged ones travel over the bus when the card is full"
+    period = 1
 
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8

@@ -24,6 +24,7 @@ from lowmem.peft_methods import (
     bring_home,
     make_config,
     method_names,
+    names_layers,
     require_quantised,
     require_settings,
 )
@@ -88,6 +89,10 @@ class Adapter(Strategy):
     @property
     def breaks(self) -> frozenset[Trait]:
         return frozenset({Trait.POSITIONS}) if self.peft_type in MOVES_POSITIONS else frozenset()
+
+    @property
+    def period(self) -> int | None:
+        return None if names_layers(self.config or {}) else 1
 
     def configure(self, config: LoadConfig, run: Run) -> LoadConfig:
         if self.peft_type is None:

@@ -33,6 +33,7 @@ class ChunkedCrossEntropy(Strategy):
     slot: ClassVar[str | None] = "loss"
     saves: ClassVar[str] = "logits: vocabulary x tokens x about 8 bytes shrink to one chunk"
     costs: ClassVar[str] = "a float32 gradient of the supervised hidden states"
+    period = 1
 
     chunk_size: int | None = None
     _checked: bool = field(default=False, init=False, repr=False)

@@ -27,6 +27,7 @@ class GradientClipping(Strategy):
     slot: ClassVar[str | None] = "clip"
     saves: ClassVar[str] = "nothing: it keeps training stable"
     costs: ClassVar[str] = "one pass over the gradients"
+    period = 1
     remedy: ClassVar[str] = "set max_grad_norm: null, and leave gradient_clipping out"
 
     max_norm: float = 1.0

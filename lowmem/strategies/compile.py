@@ -28,6 +28,7 @@ class Compile(Strategy):
     predictable: ClassVar[bool] = False  # a compiler allocates by a plan of its own
     saves: ClassVar[str] = "temporaries that fused kernels never write"
     costs: ClassVar[str] = "compile time at the first steps, and again for new shapes"
+    period = 1
 
     backend: str = "inductor"
     dynamic: bool | None = None

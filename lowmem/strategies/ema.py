@@ -30,6 +30,7 @@ class EMA(Strategy):
     slot: ClassVar[str | None] = "average"
     saves: ClassVar[str] = "nothing: it makes the result steadier"
     costs: ClassVar[str] = "one more copy of the trainable weights, and a second one while evaluating"
+    period = 1
 
     decay: float = 0.999
     _average: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)

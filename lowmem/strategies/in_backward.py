@@ -29,6 +29,7 @@ class OptimizerInBackward(Strategy):
     slot: ClassVar[str | None] = "placement"
     saves: ClassVar[str] = "gradients: those of a layer or two instead of all"
     costs: ClassVar[str] = "one small update per parameter; no accumulation, no clipping"
+    period = 1
     remedy: ClassVar[str] = "drop optimizer_in_backward"
 
     _norms: list[Tensor] = field(default_factory=list, init=False, repr=False)

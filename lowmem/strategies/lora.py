@@ -56,6 +56,7 @@ class LoRA(Strategy):
     exact: ClassVar[bool] = False
     saves: ClassVar[str] = "gradients and optimizer state of all frozen weights"
     costs: ClassVar[str] = "two thin matrix products per layer; an update of rank r"
+    period = 1
 
     r: int = 16
     lora_alpha: float = 32

@@ -33,6 +33,7 @@ class MixedPrecision(Strategy):
     exact: ClassVar[bool] = False
     saves: ClassVar[str] = "half of the activations inside layers; faster matrix products"
     costs: ClassVar[str] = "16-bit copies of the weights while a pass runs, where they are 32-bit"
+    period = 1
     remedy: ClassVar[str] = "use dtype: bfloat16, which needs no loss scale"
 
     dtype: Literal["bfloat16", "float16"] = "bfloat16"

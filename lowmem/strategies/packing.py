@@ -29,6 +29,7 @@ class Packing(Strategy):
     slot: ClassVar[str | None] = "pack"
     saves: ClassVar[str] = "padding: activations and time of tokens that are none"
     costs: ClassVar[str] = "a (length x length) mask per row with sdpa or eager attention"
+    period = 1
 
     _checked: bool = field(default=False, init=False, repr=False)
 

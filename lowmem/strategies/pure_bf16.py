@@ -29,6 +29,7 @@ class PureBF16(Strategy):
     exact: ClassVar[bool] = False
     saves: ClassVar[str] = "half of the weights, gradients and activations"
     costs: ClassVar[str] = "rounding noise; a float32 copy of one parameter while it is updated"
+    period = 1
 
     @property
     def breaks(self) -> frozenset[Trait]:

@@ -39,6 +39,7 @@ class Quantization(Strategy):
     exact: ClassVar[bool] = False
     saves: ClassVar[str] = "weights: 0.516 bytes each (nf4, double quantised) or 1 (int8) instead of 2"
     costs: ClassVar[str] = "a dequantised copy of one layer's weight at a time; rounded base weights"
+    period = 1
     remedy: ClassVar[str] = "add lora, whose adapters are trained beside the frozen weights"
 
     format: Literal["nf4", "fp4", "int8"] = "nf4"

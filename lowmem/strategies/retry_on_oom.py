@@ -38,6 +38,7 @@ class RetryOnOOM(Strategy):
     slot: ClassVar[str | None] = "retry"
     saves: ClassVar[str] = "the run, where one batch in many does not fit"
     costs: ClassVar[str] = "the time of the passes that failed; nothing where none does"
+    period = 1
     remedy: ClassVar[str] = "drop retry_on_oom and lower training.batch_size"
 
     max_splits: int = 4
