@@ -32,6 +32,7 @@ class ChunkedLayers(Strategy):
     saves: ClassVar[str] = "the insides of a layer: norms, projections and MLP shrink to one slice"
     costs: ClassVar[str] = "the projections before attention run once more; without checkpointing, the whole layer"
     remedy: ClassVar[str] = "drop chunked_layers"
+    period = 1
 
     chunk_size: int | None = None
 

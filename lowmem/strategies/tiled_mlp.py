@@ -33,6 +33,7 @@ class TiledMLP(Strategy):
     slot: ClassVar[str | None] = "token_slices"
     saves: ClassVar[str] = "the insides of the MLP: tokens x intermediate size shrinks to one slice"
     costs: ClassVar[str] = "without checkpointing, a second forward pass through the MLP"
+    period = 1
 
     tile_size: int | None = None
 
