@@ -28,7 +28,7 @@ class ChunkedLayers(Strategy):
 
     Attributes:
         chunk_size: tokens in a slice, over all rows; null: as many as make an intermediate tensor of 2^25 values
-            (2^20 on a CPU).
+            (2^22 on a CPU).
     """
 
     stage: ClassVar[Stage] = Stage.KERNEL
