@@ -1,4 +1,4 @@
-"""Gradient checkpointing in its forms: offloaded inputs, kept operations, a budget; bytes counted, gradients compared."""
+"""Gradient checkpointing in its forms: offloaded inputs, kept operations, a budget. Bytes counted, gradients held."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ FORMS: dict[str, Callable[[], GradientCheckpointing]] = {
     "keep-groups": lambda: GradientCheckpointing(keep=["linear"], layers_per_checkpoint=2),
     "keep-offload": lambda: GradientCheckpointing(keep=["aten.mm"], offload="cpu"),
     "budget": lambda: GradientCheckpointing(budget="600KiB"),
-    "budget-offload": lambda: GradientCheckpointing(budget="10KiB", offload="cpu"),
+    "budget-offload": lambda: GradientCheckpointing(budget="40KiB", offload="cpu"),
 }
 form = pytest.mark.parametrize("form", FORMS)
 
@@ -180,7 +180,9 @@ def test_kept_attention_costs_its_result_per_layer() -> None:
     """A card keeps what attention returns, and a row sum for each head and token."""
 
     def at_the_end_of_forward(*strategies: Strategy) -> int:
-        trace = held("cuda", *strategies)
+        with META:
+            model = llama(num_key_value_heads=4)  # with fewer, float32 has no such operation on a card
+        trace = held("cuda", *strategies, model=model)
         first = next(i for i, (n, _) in enumerate(trace.events) if trace.storages[n].phase == "backward")
         return sum(s.size for s in trace.live_at(first - 1))
 
@@ -255,7 +257,7 @@ def measured_between_passes(strategy: GradientCheckpointing) -> int:
     return sum(found)
 
 
-@pytest.mark.parametrize("budget", [4 * INPUT, 4 * INPUT + 250_000, 600_000, 10**7])
+@pytest.mark.parametrize("budget", [4 * INPUT, 4 * INPUT + 250_000, 300_000, 10**7])
 def test_a_real_step_holds_no_more_than_the_budget_and_one_more_layer_would(budget: int) -> None:
     layout, _ = laid_out(budget)
     found = measured_between_passes(GradientCheckpointing(budget=budget))
@@ -268,12 +270,12 @@ def test_a_real_step_holds_no_more_than_the_budget_and_one_more_layer_would(budg
 
 def test_the_choice_is_told_recorded_and_always_the_same() -> None:
     run = run_training(
-        [GradientCheckpointing(budget="600KB")], model=llama(), rows=full_rows(4), batch_size=ROWS, max_length=TOKENS
+        [GradientCheckpointing(budget="300KB")], model=llama(), rows=full_rows(4), batch_size=ROWS, max_length=TOKENS
     )
     (notice,) = (text for text in run.result["notices"] if "budget" in text)
-    layout, (again,) = laid_out(600_000)
+    layout, (again,) = laid_out(300_000)
     assert 0 < layout.whole < LAYERS
-    assert notice == again.replace("600000", "600KB")
+    assert notice == again.replace("300000", "300KB")
     assert f"of {LAYERS} layers {layout.whole} keep everything" in notice
     assert f"{LAYERS - layout.whole} recompute" in notice
 
@@ -331,12 +333,12 @@ class Cudart:
         self.answer = answer
         self.registered: dict[int, int] = {}
 
-    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
         if not self.answer:
             self.registered[address] = size
         return self.answer
 
-    def cudaHostUnregister(self, address: int) -> int:
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
         del self.registered[address]
         return 0
 
@@ -393,7 +395,9 @@ def test_the_disk_is_used_and_memory_is_not(tmp_path: Any, monkeypatch: pytest.M
     size = 300 * 100 * 4
     assert os.fstat(shelf._file.fileno()).st_size == shelf.written_bytes == 5 * size
     assert advised == [(size, os.POSIX_FADV_DONTNEED)] * 10  # after each write and each read
-    assert not [o for o in gc.get_objects() if isinstance(o, Tensor) and o.shape == (300, 100) and _is_new(o, tensors + found)]
+    assert not [
+        o for o in gc.get_objects() if isinstance(o, Tensor) and o.shape == (300, 100) and _is_new(o, tensors + found)
+    ]
     del places
     gc.collect()
     again = [shelf.put(tensor) for tensor in tensors]
@@ -438,6 +442,7 @@ def test_nothing_is_left_of_a_forward_without_backward(form: str, monkeypatch: p
     model = llama()
     strategies = [FORMS[form]()]
     trainer = make_trainer(strategies, model=model, rows=full_rows(4), eval_rows=full_rows(), max_length=TOKENS)
+    tickets.clear()  # those of the choice under a budget
     trainer.evaluate()
     assert not tickets
 
@@ -448,13 +453,13 @@ def test_nothing_is_left_of_a_forward_without_backward(form: str, monkeypatch: p
     ids = torch.ones(ROWS, TOKENS, dtype=torch.long)
     broken = model.model.norm.register_forward_pre_hook(breaks)
     with pytest.raises(MemoryError):
-        model(input_ids=ids)
+        model(input_ids=ids, use_cache=False)
     broken.remove()
-    loss = model(input_ids=ids).logits.sum()
+    loss = model(input_ids=ids, use_cache=False).logits.sum()
     del loss
     gc.collect()
     assert not [ref for ref in tickets if ref() is not None]
-    loss = model(input_ids=ids).logits.square().mean()
+    loss = model(input_ids=ids, use_cache=False).logits.square().mean()
     loss.backward()
     assert all(p.grad.isfinite().all() for p in model.parameters())
 

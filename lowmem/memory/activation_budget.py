@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -78,9 +79,7 @@ def choose(strategy: GradientCheckpointing, budget: int, run: Run) -> tuple[Layo
     return layout, _words(layout, kept)
 
 
-def _fitting(
-    made: type[Layout], whole: list[Held], again: list[Held], budget: int, *, offloads: bool
-) -> Layout | None:
+def _fitting(made: type[Layout], whole: list[Held], again: list[Held], budget: int, *, offloads: bool) -> Layout | None:
     """As many whole layers as fit; where the inputs of all are too much already, as few offloaded ones as needed."""
     layers = len(again)
     for number in range(layers, -1, -1):
@@ -150,10 +149,8 @@ def most_held(subject: Subject, run: Run) -> list[Held]:
     """
     watch = _Watch()
     device: Any = "cuda" if device_kind(run.device) == "cuda" else "cpu"
-    try:
+    with suppress(_EnoughError):
         subject.trace((run.config.max_length,) * run.config.batch_size, device, look=watch.begin)
-    except _EnoughError:
-        pass
     return max(watch.passes, key=lambda held: sum(h.all for h in held))
 
 

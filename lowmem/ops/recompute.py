@@ -148,7 +148,8 @@ class Selection:
     def kept_by(self, forward: Forward, runs: int) -> Forward:
         """A layer's forward that runs so many times: it keeps results in every run but the last, and is given those of
         the run before in every run but the first."""
-        pairs = [create_selective_checkpoint_contexts(self._policy) for _ in range(runs - 1)]
+        make: Any = create_selective_checkpoint_contexts
+        pairs = [make(self._policy) for _ in range(runs - 1)]
         numbers = iter(range(runs))
 
         def run(hidden: Any) -> Any:
