@@ -62,7 +62,10 @@ def choose(strategy: GradientCheckpointing, budget: int, run: Run) -> tuple[Layo
     from lowmem.strategies.checkpointing import Layout
 
     assert run.subject is not None
-    subject = run.subject()
+    try:
+        subject = run.subject()
+    except UserError as error:
+        raise UserError(f"gradient_checkpointing.budget: this run cannot be followed without data ({error})") from None
 
     def held(layout: Layout) -> list[Held]:
         chosen = strategy.with_layout(layout)

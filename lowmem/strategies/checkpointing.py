@@ -62,7 +62,7 @@ class GradientCheckpointing(Strategy):
     slot: ClassVar[str | None] = "recompute"
     saves: ClassVar[str] = "activations: one hidden state per layer instead of everything inside it; off the card, none"
     costs: ClassVar[str] = "a second forward pass through the checkpointed layers; offloaded, copies over the bus"
-    remedy: ClassVar[str] = "leave out offload, keep and layers_per_checkpoint"
+    remedy: ClassVar[str] = "leave out offload, keep, budget and layers_per_checkpoint"
 
     every_n_layers: int = 1
     layers_per_checkpoint: int = 1
@@ -108,7 +108,8 @@ class GradientCheckpointing(Strategy):
 
     @property
     def breaks(self) -> frozenset[Trait]:
-        more = self.offload or self.keep or self.layers_per_checkpoint > 1
+        # compiled layers save what they like, which no budget can know beforehand
+        more = self.offload or self.keep or self.budget is not None or self.layers_per_checkpoint > 1
         return frozenset({Trait.RUN_ONCE, Trait.PURE_BLOCKS} if more else {Trait.RUN_ONCE})
 
     @property
