@@ -212,7 +212,7 @@ def test_what_is_never_kept_is_refused_at_the_first_pass(keep: list[str], option
     [
         ({"keep": []}, "names of operations, each once"),
         ({"keep": ["attention", "attention"]}, "names of operations, each once"),
-        ({"keep": ["atention"]}, "there is no operation atention"),
+        ({"keep": ["attn"]}, "there is no operation attn"),
         ({"keep": ["aten.mmm"]}, "there is no operation aten.mmm"),
         ({"budget": "much"}, "budget: a size such as"),
         ({"budget": "1GiB", "every_n_layers": 2}, "budget: decides itself"),
