@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,6 +15,7 @@ from lowmem.strategy import Trait
 
 if TYPE_CHECKING:
     from lowmem.config import TrainingConfig
+    from lowmem.memory.subject import Subject
 
 T = TypeVar("T", float, Tensor)
 
@@ -38,6 +39,7 @@ class Run:
     Attributes:
         config: the training numbers.
         device: where the model computes.
+        subject: the run as the predictor sees it, while nothing is built; null outside of a trainer.
         traits: what holds with the strategies of this run.
         world: rank and size.
         model: the wrapped model, once it exists.
@@ -54,6 +56,7 @@ class Run:
     device: torch.device
     traits: frozenset[Trait]
     world: World = World()
+    subject: Callable[[], Subject] | None = None
     model: nn.Module | None = None
     trainable: dict[str, nn.Parameter] = field(default_factory=dict)
     optimizer: Optimizer | None = None

@@ -83,6 +83,7 @@ class Trainer:
         self.source = named if isinstance(named, ModelConfig) else None
         refuse_adapter(self.source)
         self.memory = MemoryGuard(self, named)
+        self.run.subject = self.memory.before_data
         load = self._wrap("configure", LoadConfig.of(self.source, self.device))
         self.tokenizer = load_tokenizer(self.source) if tokenizer is None and self.source else tokenizer
         rows = train_dataset if train_dataset is not None else self.data.train

@@ -67,6 +67,8 @@ ROWS = (
     Row("checkpointing-every-2nd", lambda: GradientCheckpointing(every_n_layers=2)),
     Row("checkpointing-2-offload", lambda: GradientCheckpointing(layers_per_checkpoint=2, offload="cpu")),
     Row("checkpointing-disk", lambda: GradientCheckpointing(offload="disk")),
+    Row("checkpointing-keep", lambda: GradientCheckpointing(keep=["attention"])),
+    Row("checkpointing-budget", lambda: GradientCheckpointing(budget="1MiB")),
     Row("tiled-mlp", lambda: TiledMLP(tile_size=16)),
     Row("chunked-layers", lambda: ChunkedLayers(chunk_size=16)),
     Row("compile", lambda: Compile(backend="eager")),  # other backends: test_exact.py, and on the card
@@ -116,7 +118,7 @@ REFUSED: dict[frozenset[str], tuple[str, ...]] = {
     ),
     **{
         frozenset({row, "compile"}): ("forward to do nothing but compute", "takes that away", "leave out offload")
-        for row in ("checkpointing-2-offload", "checkpointing-disk")
+        for row in ("checkpointing-2-offload", "checkpointing-disk", "checkpointing-keep", "checkpointing-budget")
     },
     frozenset({"chunked-layers", "compile"}): ("forward to do nothing but compute", "takes that away"),
     frozenset({"chunked_layers", "tiled_mlp"}): ("slot 'token_slices'", "keep one"),

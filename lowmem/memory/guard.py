@@ -75,18 +75,27 @@ class MemoryGuard:
         Raises:
             UserError: it cannot be predicted.
         """
+        if self._subject is None:
+            self._subject = self._with_data(self.before_data())
+        return self._subject
+
+    def before_data(self) -> Subject:
+        """The run, without what it does beside its steps; while nothing is built, a run without data has one, too.
+
+        Raises:
+            UserError: it cannot be predicted.
+        """
         other = [strategy.name for strategy in self.trainer.strategies if not strategy.predictable]
         if other:
             raise UserError(f"{other[0]} allocates in a way of its own")
-        if self._subject is None:
-            plain = self._plain
-            if isinstance(self._model, ModelConfig) and self._strategies is not None:
-                trained = self._model, self.trainer.training, self._strategies
-                plain = Subject.of_config(model_config(self._model), *trained)
-            if plain is None:
-                raise UserError("the model or a strategy cannot be copied")
-            self._subject = self._with_data(plain)
-        return self._subject
+        plain, training = self._plain, self.trainer.training
+        if isinstance(self._model, ModelConfig) and self._strategies is not None:
+            plain = Subject.of_config(model_config(self._model), self._model, training, self._strategies)
+        elif self.trainer.device.type == "meta" and isinstance(self._model, nn.Module):
+            plain = Subject.of_module(self._model, training, copy.deepcopy(self.trainer.given))
+        if plain is None:
+            raise UserError("the model or a strategy cannot be copied")
+        return plain
 
     def _with_data(self, subject: Subject) -> Subject:
         """What is evaluated and answered beside training, by its real lengths."""

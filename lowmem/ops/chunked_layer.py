@@ -15,7 +15,9 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
+from lowmem.environment import same_random_numbers
 from lowmem.errors import UserError
 from lowmem.ops.dequantised import unpacked_once
 from lowmem.ops.tiled import Slices, sliced
@@ -100,7 +102,8 @@ class SlicedLayer:
         widths: dict[nn.Module, int] = {}
         hooks = [m.register_forward_hook(_note(widths)) for m in self.block.modules()]
         try:
-            with torch.no_grad():
+            # backward does not look again: it must neither draw random numbers nor be counted by who keeps operations
+            with torch.no_grad(), same_random_numbers(few.device), _disable_current_modes():
                 reached = _until_attention(
                     lambda: self.forward(few, *_cut(args, length, 0, few), **_cut(kwargs, length, 0, few))
                 )

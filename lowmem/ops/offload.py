@@ -108,12 +108,17 @@ class Keeper:
             tensor: input of a layer.
             first: the layer is the first of the pass.
         """
-        last = self._last() if self._last is not None else None
-        if last is not None:
-            last.leave()
+        last = self.leave_last()
         kept = Kept(self, tensor, None if first else last)
         self._last = weakref.ref(kept)
         return kept
+
+    def leave_last(self) -> Kept | None:
+        """Let go of the tensor that was kept last; returns what stands for it."""
+        last = self._last() if self._last is not None else None
+        if last is not None:
+            last.leave()
+        return last
 
 
 class HostShelf:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import get_device_states, set_device_states
 
+from lowmem.ops.recompute import nothing_kept
 from lowmem.ops.without_data import starts
 
 Around = Callable[[], AbstractContextManager[Any]]
@@ -129,7 +130,7 @@ class _Sliced(torch.autograd.Function):
         ctx.replay = _random_state(tensors[0])
         ctx.autocast = _autocast_now(tensors[0].device.type)
         ctx.set_materialize_grads(False)
-        with torch.no_grad(), slices.around():
+        with torch.no_grad(), slices.around(), nothing_kept():
             return slices.all(tensors[:count])
 
     @staticmethod
