@@ -60,7 +60,7 @@ def from_hub(revision: str) -> Kernels:
         UserError: the package is not installed, or does not get them.
     """
     try:
-        from kernels import get_kernel
+        from kernels import get_kernel  # type: ignore[import-not-found]
     except ImportError as error:
         raise UserError(
             f"fused_kernels.source: the package kernels cannot be imported ({error}); pip install 'lowmem[kernels]'"

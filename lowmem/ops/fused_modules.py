@@ -21,7 +21,7 @@ from lowmem.ops.fused import Kernels
 Forward: TypeAlias = Callable[..., Any]
 Formula: TypeAlias = tuple[float, str]  # what is added to the weight, and what is computed in float32
 
-FORMULAS: tuple[Formula, ...] = ((0.0, "llama"), (1.0, "gemma"), (0.0, "gemma"))
+OFFSETS = (0.0, 1.0)
 ROTATE = "apply_rotary_pos_emb"
 _SILU = ("SiLU", "SiLUActivation")
 
@@ -69,10 +69,11 @@ def rotation(cls: type[nn.Module]) -> Forward | None:
     function: Any = inspect.unwrap(cls.forward)
     if not isinstance(function, FunctionType) or ROTATE not in function.__code__.co_names:
         return None
-    found = function.__globals__.get(ROTATE)
+    found: Any = function.__globals__.get(ROTATE)
     if not callable(found) or list(inspect.signature(found).parameters)[:4] != ["q", "k", "cos", "sin"]:
         return None
-    return found
+    plain: Forward = found
+    return plain
 
 
 def _takes(module: nn.Module, number: int) -> bool:

@@ -17,7 +17,7 @@ from lowmem.errors import UserError
 from lowmem.model import call, unwrapped
 from lowmem.ops.fused import Kernels
 from lowmem.ops.fused_modules import (
-    FORMULAS,
+    OFFSETS,
     Formula,
     Forward,
     fused_gate,
@@ -57,8 +57,11 @@ def prove_norm(module: nn.Module, kernels: Kernels, device: torch.device) -> For
         fused = of(lambda probe: fused_norm(probe, kernels, formula))
         return _worst("rms_norm", module, of(_plain), fused, inputs, weight.dtype)
 
-    found = {formula: error(formula) for formula in FORMULAS}
-    best = min(FORMULAS, key=lambda formula: found[formula])
+    with torch.no_grad():  # who multiplies by the weight after going back to the input's dtype returns the wider one
+        last = of(_plain)(inputs[0].half(), inputs[1]).dtype is torch.float32
+    formulas = [(offset, "llama" if last else "gemma") for offset in OFFSETS]
+    found = {formula: error(formula) for formula in formulas}
+    best = min(found, key=lambda formula: found[formula])
     _require("rms_norm", module, found[best])
     return best
 

@@ -86,7 +86,7 @@ class FusedKernels(Strategy):
         if self._kernels is None:
             return model
         proven = run.device.type != "meta"  # there is nothing to compare without data
-        forwards = {}
+        forwards: dict[nn.Module, Any] = {}
         if self.rms_norm:
             forwards |= self._norms(model, self._kernels, run, proven)
         if self.swiglu:
@@ -101,7 +101,7 @@ class FusedKernels(Strategy):
         modules = _some(found.norms(model), model, "rms_norm", "RMSNorm with a weight")
         kinds = _kinds(modules, lambda norm: (type(norm), len(norm.weight), norm.weight.dtype))
         formulas = {
-            kind: prove_norm(of_a_kind[0], kernels, run.device) if proven else found.FORMULAS[0]
+            kind: prove_norm(of_a_kind[0], kernels, run.device) if proven else (0.0, "llama")
             for kind, of_a_kind in kinds.items()
         }
         return {m: found.fused_norm(m, kernels, formulas[kind]) for kind, group in kinds.items() for m in group}
