@@ -7,6 +7,7 @@ installed, runs the real kernels on the CPU.
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import sys
 from importlib import import_module
@@ -428,6 +429,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> fused.Kernels:
     def unseen(self: Any, *arguments: Any, **options: Any) -> None:
         with _disable_current_modes():  # the interpreter's own copies of arguments are no allocations of a kernel
             run(self, *arguments, **options)
+        gc.collect()  # the interpreter holds on to arguments in cycles
 
     monkeypatch.setattr(interpreter, "_implicit_cvt", convert)
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", unseen)
