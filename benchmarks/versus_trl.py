@@ -193,6 +193,7 @@ def _lowmem(common: Common, settings: dict[str, Any], steps: int, rows: list[Any
             lm.GradientAccumulation(micro_batch_size=common.rows_per_micro_batch),
             lm.ChunkedCrossEntropy(chunk_size=settings.pop("chunk_size", None)),
             *([lm.MixedPrecision()] if settings.pop("bf16", True) else []),
+            *([lm.ChunkedLayers()] if settings.pop("chunked_layers", False) else []),
         ],
         observers=[observe],
     )

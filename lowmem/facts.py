@@ -93,12 +93,20 @@ def variants(cls: type[Strategy]) -> dict[str, Strategy]:
     """Instances to read declarations off: the defaults under "", and one per other choice of a setting."""
     found = {"": cls()}
     for field, hint in field_types(cls).items():
-        choices = get_args(hint) if get_origin(hint) is Literal else (True, False) if hint is bool else ()
-        for choice in choices:
+        for choice in _choices(hint):
             if choice != getattr(found[""], field):
                 with suppress(ValueError):  # not a choice beside these defaults
                     found[f"{field}={choice}"] = cls(**{field: choice})
     return found
+
+
+def _choices(hint: Any) -> tuple[Any, ...]:
+    """The values of a field that can be listed."""
+    if hint is bool:
+        return (True, False)
+    if get_origin(hint) is Literal:
+        return get_args(hint)
+    return tuple(choice for part in get_args(hint) if get_origin(part) is Literal for choice in get_args(part))
 
 
 def _conflict(one: dict[str, Strategy], other: dict[str, Strategy]) -> str | None:

@@ -36,6 +36,16 @@ def _is_layer(module: nn.Module) -> bool:
     return sum(1 for child in module.children() if any(True for _ in child.parameters())) >= 2
 
 
+def norms_beside(model: nn.Module) -> list[nn.Module]:
+    """Norms that stand beside the list of decoder layers, such as the one after the last."""
+    first = blocks(model)[0]
+    for module in model.modules():
+        children = list(module.children())
+        if any(isinstance(child, nn.ModuleList) and len(child) and child[0] is first for child in children):
+            return [child for child in children if "norm" in type(child).__name__.lower()]
+    return []
+
+
 def feed_forward(block: nn.Module) -> nn.Module | None:
     """The MLP of a decoder layer (or its experts): a module that works on every token alone; None where it has none."""
     found = (getattr(block, name, None) for name in ("mlp", "feed_forward", "ffn"))

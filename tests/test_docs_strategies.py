@@ -399,6 +399,7 @@ def test_slots_and_traits_are_those_of_the_classes():
     assert set(words(paragraph)) == {cls.slot for cls in STRATEGIES.values()}
     made = {name: [cls()] for name, cls in STRATEGIES.items()}
     made["mixed_precision"].append(STRATEGIES["mixed_precision"](dtype="float16"))
+    made["gradient_checkpointing"].append(STRATEGIES["gradient_checkpointing"](offload="cpu"))
     for trait, words_of_it, plain_run, provided, broken, needed in table(content):
         member = Trait[words(trait)[0]]
         assert words_of_it == member.value

@@ -391,6 +391,8 @@ FORMS: dict[str, Any] = {
     "scores.logit_scores": lambda d: [*scores.logit_scores(torch.rand(9, 50, device=d), torch.arange(9).to(d))],
 }
 NOT_TENSORS = {"cross_entropy.default_chunk_size", "optimizers.PerParameter", "optimizers._State"}
+# whole modules that steps of the registry's strategies run on meta, byte for byte as on a CPU (test_predictor below)
+IN_STEPS = {"chunked_layer", "dequantised", "host_memory", "offload", "tiled", "without_data"}
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -431,8 +433,8 @@ def test_every_operation_of_ours_has_a_form_on_meta() -> None:
                 defined.add(f"{module.name.rsplit('.', 1)[-1]}.{name}")
             elif module.name.startswith("lowmem.ops.") and (isinstance(value, type) or not name.startswith("_")):
                 defined.add(f"{module.name.rsplit('.', 1)[-1]}.{name}")
-    assert defined == {*FORMS, *NOT_TENSORS}
-    assert functions == {"lowmem.ops.cross_entropy"}
+    assert {name for name in defined if name.split(".")[0] not in IN_STEPS} == {*FORMS, *NOT_TENSORS}
+    assert functions == {"lowmem.ops.cross_entropy", "lowmem.ops.tiled"}
     assert {row.key for row in PREDICTED} == set(STRATEGIES)
 
 

@@ -3,7 +3,7 @@
 The layer's own code runs, three times a pass: over slices up to its attention function, which is met with an exception
 that carries the queries, keys and values away; then the attention function itself, over all tokens; then over slices
 again, with a stand-in for the attention function that hands out its result. In the last run, the projections before
-attention are left out.
+attention are left out. Attention itself runs over a few heads at a time where it can.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from lowmem.ops.dequantised import unpacked_once
 from lowmem.ops.tiled import Slices, sliced
 
 Forward = Callable[..., Any]
+
+
+_MOST_GROUPS = 4
 
 
 class _Reached(BaseException):
@@ -41,13 +44,14 @@ class SlicedLayer:
 
     Args:
         block: the layer.
-        forward: its forward.
         tokens: tokens of all rows together in a slice.
+        forward: its forward.
     """
 
-    def __init__(self, block: nn.Module, forward: Forward, tokens: int) -> None:
+    def __init__(self, block: nn.Module, tokens: int, forward: Forward) -> None:
         self.block, self.forward, self.tokens = block, forward, tokens
         self.before_attention: dict[nn.Module, int] | None = None  # module -> width of what it returns
+        self.head_groups = 1
 
     def __call__(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The layer's output (rows, tokens, width); rows that are no longer than a slice take the plain way."""
@@ -57,7 +61,7 @@ class SlicedLayer:
             return self.forward(hidden, *args, **kwargs)
         if self.before_attention is None:
             self.before_attention = self._look(hidden[:, :1], length, args, kwargs)
-        skipped, last = self.before_attention, list[_Reached]()
+        skipped, groups, last = self.before_attention, self.head_groups, list[_Reached]()
 
         def called(start: int, part: Tensor) -> Any:
             return self.forward(part, *_cut(args, length, start, part), **_cut(kwargs, length, start, part))
@@ -67,10 +71,10 @@ class SlicedLayer:
             module, query, key, value, *mask = reached.arguments
             # without the slice's tensors, which backward's last call would keep alive, and their graph
             last[:] = [_Reached(reached.real, (module, *mask), reached.options)]
-            return query, key, value
+            return tuple(heads for tensor in (query, key, value) for heads in tensor.chunk(groups, dim=1))
 
-        def finish(start: int, part: Tensor, attended: Tensor) -> tuple[Tensor]:
-            with _answered(attended), _left_out(skipped):
+        def finish(start: int, part: Tensor, *attended: Tensor) -> tuple[Tensor]:
+            with _answered(torch.cat(attended, dim=2)), _left_out(skipped):
                 output = called(start, part)
             if not isinstance(output, Tensor):
                 raise UserError(
@@ -83,13 +87,13 @@ class SlicedLayer:
         def unpacked() -> Any:
             return unpacked_once(self.block)
 
-        query, key, value = sliced(Slices(project, step, (1,), (2, 2, 2), unpacked), [hidden], parameters)
+        projected = sliced(Slices(project, step, (1,), (2,) * 3 * groups, unpacked), [hidden], parameters)
         reached = last.pop()
         options = {name: kwargs.get(name, value) for name, value in reached.options.items()}
         module, *mask = reached.arguments
-        attended = reached.real(module, query, key, value, *mask, **options)[0]
-        del query, key, value, reached
-        return sliced(Slices(finish, step, (1, 1), (1,), unpacked), [hidden, attended], parameters)[0]
+        attended = [reached.real(module, *projected[i::groups], *mask, **options)[0] for i in range(groups)]
+        del projected, reached
+        return sliced(Slices(finish, step, (1,) * (1 + groups), (1,), unpacked), [hidden, *attended], parameters)[0]
 
     def _look(self, few: Tensor, length: int, args: Any, kwargs: Any) -> dict[nn.Module, int]:
         """Which parts of the attention module run before its function does."""
@@ -109,7 +113,21 @@ class SlicedLayer:
                 f"chunked_layers: {type(reached.arguments[0]).__name__} gives its attention function queries of shape "
                 f"{list(query.shape)} where (rows, heads, tokens, width) is expected; drop chunked_layers"
             )
+        self.head_groups = _head_groups(reached)
         return {child: widths[child] for child in reached.arguments[0].children() if child in widths}
+
+
+def _head_groups(reached: _Reached) -> int:
+    """In how many parts attention may run: kernels that treat every head alike, with nothing given per head."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    alike = [ALL_ATTENTION_FUNCTIONS[n] for n in ALL_ATTENTION_FUNCTIONS if n == "sdpa" or n.startswith("flash")]
+    mask = next(iter(reached.arguments[4:]), reached.options.get("attention_mask"))
+    per_head = isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[1] > 1
+    if reached.real not in alike or per_head or reached.options.get("s_aux") is not None:
+        return 1
+    heads = reached.arguments[2].shape[1]  # of keys and values; each serves as many of the queries
+    return next(n for n in range(_MOST_GROUPS, 0, -1) if heads % n == 0)
 
 
 def _note(widths: dict[nn.Module, int]) -> Callable[..., None]:

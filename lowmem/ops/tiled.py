@@ -50,10 +50,7 @@ class Slices:
         for start in starts(length, self.step, tensors[0].device):
             pieces = self.function(start, *self.cut(tensors, start))
             if not whole:
-                whole = [
-                    piece.new_empty((*piece.shape[:dim], length, *piece.shape[dim + 1 :]))
-                    for piece, dim in zip(pieces, self.outputs, strict=True)
-                ]
+                whole = [_like(piece, dim, length) for piece, dim in zip(pieces, self.outputs, strict=True)]
             for full, piece, dim in zip(whole, pieces, self.outputs, strict=True):
                 full.narrow(dim, start, piece.shape[dim]).copy_(piece)
             del pieces, piece
@@ -63,6 +60,35 @@ class Slices:
         """One slice of each tensor."""
         dims = dims or self.inputs
         return [t.narrow(d, start, min(self.step, t.shape[d] - start)) for t, d in zip(tensors, dims, strict=True)]
+
+
+def _like(piece: Tensor, dim: int, length: int) -> Tensor:
+    """Memory for all slices, its dimensions in the order in which they lie in a piece: who follows makes its results in
+    that order, too, and would otherwise copy them."""
+    size = (*piece.shape[:dim], length, *piece.shape[dim + 1 :])
+    order = sorted(range(piece.dim()), key=piece.stride, reverse=True)
+    return torch.empty_permuted(size, order, dtype=piece.dtype, device=piece.device)
+
+
+def over_slices(module: nn.Module, forward: Callable[..., Any], tokens: int, around: Around = ExitStack) -> Any:
+    """The forward of a module that works on every token alone, over slices.
+
+    Args:
+        module: takes and returns (rows, tokens, width).
+        forward: its forward.
+        tokens: tokens of all rows together in a slice; an input that has no more takes the plain way.
+        around: as in `Slices`.
+    """
+
+    def in_slices(hidden: Tensor) -> Tensor:
+        step = max(1, tokens // hidden.shape[0])
+        if step >= hidden.shape[1]:
+            whole: Tensor = forward(hidden)
+            return whole
+        slices = Slices(lambda _, part: (forward(part),), step, (1,), (1,), around)
+        return sliced(slices, [hidden], list(module.parameters()))[0]
+
+    return in_slices
 
 
 def sliced(slices: Slices, tensors: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> tuple[Tensor, ...]:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import partial
+from typing import ClassVar
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 
 from lowmem.errors import UserError
 from lowmem.model import blocks, feed_forward, unwrapped, wrap_forward
 from lowmem.ops.dequantised import unpacked_once
-from lowmem.ops.tiled import Slices, sliced
-from lowmem.run import Run
+from lowmem.ops.tiled import over_slices
+from lowmem.run import Run, device_kind
 from lowmem.strategy import Stage, Strategy
 
-_ELEMENTS = 2**25  # values of one intermediate tensor in a slice: 64 MiB in 16 bits
+# Values of one intermediate tensor in a slice. A card needs large products to be busy (64 MiB in 16 bits); a CPU is as
+# fast with small ones.
+_VALUES = {"cpu": 2**22, "cuda": 2**25}
 _FEWEST = 256
 
 
@@ -26,7 +30,8 @@ class TiledMLP(Strategy):
     pass and then let go. With LoRA's dropout, random numbers are drawn slice by slice.
 
     Attributes:
-        tile_size: tokens in a slice, over all rows; null: as many as make an intermediate tensor of 2^25 values.
+        tile_size: tokens in a slice, over all rows; null: as many as make an intermediate tensor of 2^25 values
+            (2^22 on a CPU).
     """
 
     stage: ClassVar[Stage] = Stage.KERNEL
@@ -49,24 +54,14 @@ class TiledMLP(Strategy):
                     f"tiled_mlp: the layers of {type(unwrapped(model)).__name__} have no MLP module of their own; drop "
                     "tiled_mlp"
                 )
-            wrap_forward(module, lambda forward, module=module: self._tiled(forward, module))  # type: ignore[misc]
+            tokens = self.tile_size or tokens_per_slice(module, run.device)
+            around = partial(unpacked_once, module)
+            wrap_forward(module, lambda forward, m=module, t=tokens, a=around: over_slices(m, forward, t, a))  # type: ignore[misc]
         return model
 
-    def _tiled(self, forward: Any, module: nn.Module) -> Any:
-        tile = self.tile_size or tokens_per_slice(module)
 
-        def in_slices(hidden: Tensor) -> Tensor:
-            step = max(1, tile // hidden.shape[0])
-            if step >= hidden.shape[1]:
-                whole: Tensor = forward(hidden)
-                return whole
-            slices = Slices(lambda _, part: (forward(part),), step, (1,), (1,), lambda: unpacked_once(module))
-            return sliced(slices, [hidden], list(module.parameters()))[0]
-
-        return in_slices
-
-
-def tokens_per_slice(module: nn.Module) -> int:
-    """As many tokens as make a tensor of 2^25 values at the module's widest place, but no fewer than 256."""
+def tokens_per_slice(module: nn.Module, device: torch.device) -> int:
+    """As many tokens as make a tensor of 2^25 values (2^22 on a CPU) at the module's widest place, at least 256."""
+    values = _VALUES["cpu" if device_kind(device) == "cpu" else "cuda"]
     widths = [int(getattr(m, "out_features", 0) or getattr(m, "nf", 0)) for m in module.modules()]
-    return max(_FEWEST, _ELEMENTS // max([*widths, 1]))
+    return max(_FEWEST, values // max([*widths, 1]))
