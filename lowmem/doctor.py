@@ -29,7 +29,9 @@ DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 # import name -> what it serves
 EXTRAS = {
     "flash_attn": "model.attn_implementation: flash_attention_2",
-    "triton": "strategies.compile on a GPU",
+    "triton": "strategies.compile on a GPU, and strategies.fused_kernels",
+    "liger_kernel": "strategies.fused_kernels",
+    "kernels": "strategies.fused_kernels: {source: kernels}",
     "tensorboard": "training.report_to: [tensorboard]",
     "wandb": "training.report_to: [wandb]",
     "trackio": "training.report_to: [trackio]",

@@ -32,6 +32,7 @@ class Stage(IntEnum):
 
     QUANTIZE = 10  # base weights change type: first, everything else wraps the result
     ADAPT = 20  # adapters go on top of the base weights, so after quantisation
+    FUSE = 25  # a few operations become one kernel: inside slices of a layer, whatever the order in a recipe
     KERNEL = 30  # the same function, computed in another way
     OFFLOAD = 40  # weights come and go around a block: inside recompute, or the copies would be saved
     RECOMPUTE = 50  # a block is run again in backward: around offload

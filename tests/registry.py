@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import combinations
 
+from liger_stand_in import fused_kernels
+
 from lowmem import (
     EMA,
     AdamW,
@@ -71,6 +73,7 @@ ROWS = (
     Row("checkpointing-budget", lambda: GradientCheckpointing(budget="1MiB")),
     Row("tiled-mlp", lambda: TiledMLP(tile_size=16)),
     Row("chunked-layers", lambda: ChunkedLayers(chunk_size=16)),
+    Row("fused", fused_kernels),  # with a stand-in for the kernels, which need a card
     Row("compile", lambda: Compile(backend="eager")),  # other backends: test_exact.py, and on the card
     Row("adamw", lambda: AdamW(betas=(0.8, 0.95), eps=1e-6)),
     Row("in-backward", OptimizerInBackward),
@@ -121,6 +124,11 @@ REFUSED: dict[frozenset[str], tuple[str, ...]] = {
         for row in ("checkpointing-2-offload", "checkpointing-disk", "checkpointing-keep", "checkpointing-budget")
     },
     frozenset({"chunked-layers", "compile"}): ("forward to do nothing but compute", "takes that away"),
+    frozenset({"fused_kernels", "compile"}): (
+        "forward to do nothing but compute",
+        "takes that away",
+        "drop fused_kernels",
+    ),
     frozenset({"chunked_layers", "tiled_mlp"}): ("slot 'token_slices'", "keep one"),
     frozenset({"fp16-autocast", "in-backward"}): (  # rows, where the setting decides
         "all gradients of the step",

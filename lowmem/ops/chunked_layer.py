@@ -177,13 +177,17 @@ def _attention(answer: Callable[..., Any]) -> Iterator[None]:
 @contextmanager
 def _left_out(widths: dict[nn.Module, int]) -> Iterator[None]:
     """Inside, these modules return zeros, without memory, of the shape they would return."""
+    own = {module: vars(module).get("forward") for module in widths}  # where another strategy has replaced it
     for module, width in widths.items():
         module.forward = lambda x, *_, w=width, **__: x.new_zeros(()).expand(*x.shape[:-1], w)  # type: ignore[misc]
     try:
         yield
     finally:
-        for module in widths:
-            del module.forward
+        for module, forward in own.items():
+            if forward is None:
+                del module.forward
+            else:
+                module.forward = forward
 
 
 def _cut(value: Any, length: int, start: int, part: Tensor) -> Any:

@@ -15,6 +15,7 @@ from lowmem.strategies.chunked_loss import ChunkedCrossEntropy
 from lowmem.strategies.clipping import GradientClipping
 from lowmem.strategies.compile import Compile
 from lowmem.strategies.ema import EMA
+from lowmem.strategies.fused_kernels import FusedKernels
 from lowmem.strategies.in_backward import OptimizerInBackward
 from lowmem.strategies.lora import LoRA
 from lowmem.strategies.mixed_precision import MixedPrecision
@@ -29,6 +30,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "quantization": Quantization,
     "lora": LoRA,
     "adapter": Adapter,
+    "fused_kernels": FusedKernels,
     "chunked_cross_entropy": ChunkedCrossEntropy,
     "chunked_layers": ChunkedLayers,
     "tiled_mlp": TiledMLP,
@@ -66,6 +68,7 @@ __all__ = [
     "ChunkedCrossEntropy",
     "ChunkedLayers",
     "Compile",
+    "FusedKernels",
     "GradientAccumulation",
     "GradientCheckpointing",
     "GradientClipping",
