@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         PureBF16,
         Quantization,
         RetryOnOOM,
+        StreamedWeights,
         TiledMLP,
     )
     from lowmem.strategy import ConflictError, Stage, Strategy, Trait
@@ -64,6 +65,7 @@ _HOME = {
             "EMA",
             "Compile",
             "RetryOnOOM",
+            "StreamedWeights",
             "TiledMLP",
         ),
         "strategies",
@@ -102,6 +104,7 @@ __all__ = [  # noqa: RUF022 - the order is the reader's: the trainer, the number
     "EMA",
     "Compile",
     "RetryOnOOM",
+    "StreamedWeights",
     "TiledMLP",
     "__version__",
 ]

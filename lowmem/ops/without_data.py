@@ -9,6 +9,7 @@ from contextvars import ContextVar
 import torch
 
 _KEEPING: list[str] = []
+_CALLED: list[str] = []
 _TIMES: ContextVar[int] = ContextVar("times", default=1)
 
 
@@ -34,6 +35,21 @@ def keeping(where: str) -> Iterator[None]:
         yield
     finally:
         _KEEPING.pop()
+
+
+def label_now() -> str | None:
+    """The category of what is made now, within `called`."""
+    return _CALLED[-1] if _CALLED else None
+
+
+@contextmanager
+def called(label: str) -> Iterator[None]:
+    """Inside, what is born belongs to this category of a ledger."""
+    _CALLED.append(label)
+    try:
+        yield
+    finally:
+        _CALLED.pop()
 
 
 def starts(length: int, step: int, device: torch.device) -> Iterator[int]:
