@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
 import torch
+from torch import Tensor
 
 _KEEPING: list[str] = []
 _CALLED: list[str] = []
@@ -35,6 +37,21 @@ def keeping(where: str) -> Iterator[None]:
         yield
     finally:
         _KEEPING.pop()
+
+
+_PLACES: dict[int, str] = {}
+
+
+def remember_place(buffer: Tensor, where: str) -> None:
+    """Say where a buffer without data lies, for those who see it later than it was made."""
+    address = buffer.untyped_storage()._cdata
+    _PLACES[address] = where
+    weakref.finalize(buffer, _PLACES.pop, address, None)
+
+
+def known_place(tensor: Tensor) -> str | None:
+    """What `remember_place` was told of a tensor's storage."""
+    return _PLACES.get(tensor.untyped_storage()._cdata)
 
 
 def label_now() -> str | None:
