@@ -251,9 +251,7 @@ def test_generate_and_save_and_resume(tmp_path: Path, poison: None) -> None:
     answers = []
     for trained in (plain, run):
         with trained.trainer.inference() as model:
-            answers.append(
-                continued(model, None, rows, 5) if False else model.generate(torch.tensor([rows[1]]), max_new_tokens=5)
-            )
+            answers.append(model.generate(torch.tensor([rows[1]]), max_new_tokens=5))
     assert torch.equal(*answers)
     assert on_card(run.trainer) <= 1
     for name in ("adapter_model.safetensors", "adapter_config.json"):
