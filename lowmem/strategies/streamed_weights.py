@@ -29,6 +29,7 @@ class StreamedWeights(Strategy):
     """
 
     stage: ClassVar[Stage] = Stage.OFFLOAD
+    slot: ClassVar[str | None] = "layer_weights"
     saves: ClassVar[str] = "frozen layer weights on the card: those of two layers instead of all"
     costs: ClassVar[str] = "every layer's weights cross the bus twice a pass; the host holds them"
     period = 1
