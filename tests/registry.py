@@ -121,7 +121,10 @@ REFUSED: dict[frozenset[str], tuple[str, ...]] = {
         for row in ("checkpointing-2-offload", "checkpointing-disk")
     },
     frozenset({"streamed-weights", "compile"}): ("forward to do nothing but compute", "takes that away"),
-    frozenset({"streamed-weights", "checkpointing-every-2nd"}): ("every block to be recomputed", "gradient_checkpointing of every layer"),
+    frozenset({"streamed-weights", "checkpointing-every-2nd"}): (
+        "every block to be recomputed",
+        "gradient_checkpointing of every layer",
+    ),
     frozenset({"chunked-layers", "compile"}): ("forward to do nothing but compute", "takes that away"),
     frozenset({"chunked_layers", "tiled_mlp"}): ("slot 'token_slices'", "keep one"),
     frozenset({"fp16-autocast", "in-backward"}): (  # rows, where the setting decides
