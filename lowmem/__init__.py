@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         PureBF16,
         Quantization,
         RetryOnOOM,
+        StreamedWeights,
         TiledMLP,
     )
     from lowmem.strategy import ConflictError, Stage, Strategy, Trait
@@ -66,6 +67,7 @@ _HOME = {
             "Compile",
             "FusedKernels",
             "RetryOnOOM",
+            "StreamedWeights",
             "TiledMLP",
         ),
         "strategies",
@@ -105,6 +107,7 @@ __all__ = [  # noqa: RUF022 - the order is the reader's: the trainer, the number
     "Compile",
     "FusedKernels",
     "RetryOnOOM",
+    "StreamedWeights",
     "TiledMLP",
     "__version__",
 ]

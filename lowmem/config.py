@@ -251,6 +251,7 @@ class LoadConfig:
         attn_implementation: attention kernel by transformers' name; null lets transformers choose.
         device: where the weights are loaded.
         from_pretrained: further keyword arguments of `from_pretrained`.
+        on_host: the weights are loaded on the host, and strategies take them to the card.
     """
 
     model: ModelConfig | None
@@ -259,6 +260,7 @@ class LoadConfig:
     attn_implementation: str | None = None
     device: Any = "cpu"
     from_pretrained: dict[str, Any] = field(default_factory=dict)
+    on_host: bool = False
 
     @classmethod
     def of(cls, model: ModelConfig | None, device: Any) -> LoadConfig:

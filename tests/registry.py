@@ -27,6 +27,7 @@ from lowmem import (
     Quantization,
     RetryOnOOM,
     Strategy,
+    StreamedWeights,
     TiledMLP,
 )
 
@@ -74,6 +75,7 @@ ROWS = (
     Row("tiled-mlp", lambda: TiledMLP(tile_size=16)),
     Row("chunked-layers", lambda: ChunkedLayers(chunk_size=16)),
     Row("fused", fused_kernels),  # with a stand-in for the kernels, which need a card
+    Row("streamed-weights", StreamedWeights, (LoRA, GradientCheckpointing)),  # exactness: test_streamed_weights.py
     Row("compile", lambda: Compile(backend="eager")),  # other backends: test_exact.py, and on the card
     Row("adamw", lambda: AdamW(betas=(0.8, 0.95), eps=1e-6)),
     Row("in-backward", OptimizerInBackward),
@@ -96,7 +98,7 @@ ROWS = (
     Row("fp4", lambda: Quantization(format="fp4", double_quant=False), (LoRA,), bound=0.04),
     Row("int8", lambda: Quantization(format="int8"), (LoRA,), bound=0.004),
 )
-EXACT = tuple(row for row in ROWS if row.bound is None)
+EXACT = tuple(row for row in ROWS if row.bound is None and not row.partners)
 APPROXIMATE = tuple(row for row in ROWS if row.bound is not None)
 
 # Why strategies cannot stand together: the keys, and the words that the message owes its reader.
@@ -123,6 +125,11 @@ REFUSED: dict[frozenset[str], tuple[str, ...]] = {
         frozenset({row, "compile"}): ("forward to do nothing but compute", "takes that away", "leave out offload")
         for row in ("checkpointing-2-offload", "checkpointing-disk", "checkpointing-keep", "checkpointing-budget")
     },
+    frozenset({"streamed-weights", "compile"}): ("forward to do nothing but compute", "takes that away"),
+    frozenset({"streamed-weights", "checkpointing-every-2nd"}): (
+        "every block to be recomputed",
+        "gradient_checkpointing of every layer",
+    ),
     frozenset({"chunked-layers", "compile"}): ("forward to do nothing but compute", "takes that away"),
     frozenset({"fused_kernels", "compile"}): (
         "forward to do nothing but compute",

@@ -187,7 +187,8 @@ def move_rest(model: nn.Module) -> None:
     """Send everything to the device that is not there yet (inside `from_host`)."""
     vars(unwrapped(model)).pop("to", None)
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(META)
+        if parameter.untyped_storage().nbytes() == parameter.nbytes:  # else it lies with others where a strategy put it
+            parameter.data = parameter.data.to(META)
     for module in model.modules():
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else buffer.to(META)

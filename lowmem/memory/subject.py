@@ -95,6 +95,7 @@ class Subject:
         def load(layers: int | None, strategies: Sequence[Strategy], device: Device) -> nn.Module:
             wanted = load_config(model, training, strategies)
             on_host = device == "cuda" and is_gguf(model) and any(s.stage is Stage.QUANTIZE for s in strategies)
+            on_host = on_host or wanted.on_host
             loaded = load_without_data(lambda: plain(layers), wanted, "host" if on_host else "device")
             return _grown(loaded, rows if model.add_tokens else 0)
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lowmem.memory.operation import Operation, likeness
-from lowmem.ops.without_data import place_now, times_now
+from lowmem.ops.without_data import known_place, label_now, place_now, times_now
 
 if TYPE_CHECKING:
     from lowmem.memory.work import Work
@@ -142,7 +142,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, size: int, op: str, shape: tuple[int, ...], label: str | None = None, kept_on: str = "device"
     ) -> int:
         number = len(self.storages)
-        self.storages.append(Storage(size, op, shape, self._now(), label, self.place, kept_on))
+        self.storages.append(Storage(size, op, shape, self._now(), label or label_now(), self.place, kept_on))
         self._record(number, size)
         return number
 
@@ -244,4 +244,4 @@ def _place(tensor: Tensor) -> str:
         return "managed"
     if tensor.is_meta and getattr(_device.CURRENT_DEVICE, "type", None) == "meta":
         return "nowhere"
-    return place_now() or ("device" if tensor.device.type != "cpu" else "host")
+    return place_now() or known_place(tensor) or ("device" if tensor.device.type != "cpu" else "host")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem.ops.without_data import keeping
+from lowmem.ops.without_data import keeping, remember_place
 
 
 class HostPool:
@@ -56,6 +56,7 @@ class HostPool:
         if self.device.type == "meta":
             with keeping("pinned" if pins else "host"):
                 buffer = torch.empty(size, dtype=torch.uint8, device="meta")
+            remember_place(buffer, "pinned" if pins else "host")
         else:
             buffer = torch.empty(size, dtype=torch.uint8)
             if pins and (reason := _register(buffer)):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
 import torch
+from torch import Tensor
 
 _KEEPING: list[str] = []
+_CALLED: list[str] = []
 _TIMES: ContextVar[int] = ContextVar("times", default=1)
 
 
@@ -34,6 +37,36 @@ def keeping(where: str) -> Iterator[None]:
         yield
     finally:
         _KEEPING.pop()
+
+
+_PLACES: dict[int, str] = {}
+
+
+def remember_place(buffer: Tensor, where: str) -> None:
+    """Say where a buffer without data lies, for those who see it later than it was made."""
+    address = buffer.untyped_storage()._cdata
+    _PLACES[address] = where
+    weakref.finalize(buffer, _PLACES.pop, address, None)
+
+
+def known_place(tensor: Tensor) -> str | None:
+    """What `remember_place` was told of a tensor's storage."""
+    return _PLACES.get(tensor.untyped_storage()._cdata)
+
+
+def label_now() -> str | None:
+    """The category of what is made now, within `called`."""
+    return _CALLED[-1] if _CALLED else None
+
+
+@contextmanager
+def called(label: str) -> Iterator[None]:
+    """Inside, what is born belongs to this category of a ledger."""
+    _CALLED.append(label)
+    try:
+        yield
+    finally:
+        _CALLED.pop()
 
 
 def starts(length: int, step: int, device: torch.device) -> Iterator[int]:

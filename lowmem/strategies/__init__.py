@@ -23,6 +23,7 @@ from lowmem.strategies.packing import Packing
 from lowmem.strategies.pure_bf16 import PureBF16
 from lowmem.strategies.quantization import Quantization
 from lowmem.strategies.retry_on_oom import RetryOnOOM
+from lowmem.strategies.streamed_weights import StreamedWeights
 from lowmem.strategies.tiled_mlp import TiledMLP
 from lowmem.strategy import Strategy
 
@@ -34,6 +35,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "chunked_cross_entropy": ChunkedCrossEntropy,
     "chunked_layers": ChunkedLayers,
     "tiled_mlp": TiledMLP,
+    "streamed_weights": StreamedWeights,
     "gradient_checkpointing": GradientCheckpointing,
     "compile": Compile,
     "adamw": AdamW,
@@ -79,6 +81,7 @@ __all__ = [
     "PureBF16",
     "Quantization",
     "RetryOnOOM",
+    "StreamedWeights",
     "TiledMLP",
     "with_defaults",
 ]
