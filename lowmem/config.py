@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -251,6 +252,8 @@ class LoadConfig:
         attn_implementation: attention kernel by transformers' name; null lets transformers choose.
         device: where the weights are loaded.
         from_pretrained: further keyword arguments of `from_pretrained`.
+        one_by_one: weights are read one at a time, and not from mapped files, where that can be; where not, this is
+            told why. Null: transformers reads them in its own way.
     """
 
     model: ModelConfig | None
@@ -259,6 +262,7 @@ class LoadConfig:
     attn_implementation: str | None = None
     device: Any = "cpu"
     from_pretrained: dict[str, Any] = field(default_factory=dict)
+    one_by_one: Callable[[str], None] | None = None
 
     @classmethod
     def of(cls, model: ModelConfig | None, device: Any) -> LoadConfig:

@@ -33,7 +33,15 @@ def load_model(load: LoadConfig) -> nn.Module:
     options: dict[str, Any] = dict(load.from_pretrained)
     if load.attn_implementation:
         options["attn_implementation"] = load.attn_implementation
-    name, gguf = _locate(load.model)
+    if load.one_by_one is not None:
+        from lowmem.one_by_one import NotOneByOneError, load_one_by_one
+
+        try:
+            with _hub_errors(load.model.name_or_path, load.attn_implementation):
+                return _grown(load, load_one_by_one(load))
+        except NotOneByOneError as error:
+            load.one_by_one(f"{load.model.name_or_path}: loaded by transformers alone, from mapped files ({error})")
+    name, gguf = place_of_model(load.model)
     if gguf and hasattr(transformers, "GgufConfig"):
         # From 5.24 on transformers keeps the file's blocks packed, in layers that can be neither trained nor saved.
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
@@ -49,9 +57,15 @@ def load_model(load: LoadConfig) -> nn.Module:
         )
     if gguf:
         _forget_gguf(model)
+    return _grown(load, model)
+
+
+def _grown(load: LoadConfig, model: Any) -> nn.Module:
+    """The model with rows for the tokens that are added."""
+    assert load.model is not None
     if load.model.add_tokens:
         add_rows_for(model, load_tokenizer(load.model), load.model.add_tokens)
-    return model
+    return model  # type: ignore[no-any-return]
 
 
 def _forget_gguf(model: Any) -> None:
@@ -65,7 +79,7 @@ def load_tokenizer(config: ModelConfig) -> Any:
     """The tokenizer that lies beside the weights; none where a folder has none (rows of token ids need none)."""
     from transformers import AutoTokenizer
 
-    name, gguf = _locate(config)
+    name, gguf = place_of_model(config)
     if not gguf and Path(name).is_dir() and not any(any(Path(name).glob(p)) for p in _TOKENIZER_FILES):
         for key in ("add_tokens", "chat_template"):
             if getattr(config, key):
@@ -104,7 +118,7 @@ def load_model_config(config: ModelConfig) -> Any:
     """The architecture alone (no weights are read)."""
     from transformers import AutoConfig
 
-    name, gguf = _locate(config)
+    name, gguf = place_of_model(config)
     with _hub_errors(config.name_or_path):
         return AutoConfig.from_pretrained(
             name, revision=config.revision or "main", trust_remote_code=config.trust_remote_code, **gguf
@@ -117,7 +131,7 @@ def weights_place(config: ModelConfig) -> Path:
     Raises:
         UserError: there is no such model.
     """
-    name, gguf = _locate(config)
+    name, gguf = place_of_model(config)
     if gguf:
         return Path(name, gguf["gguf_file"])
     if Path(name).is_dir():
@@ -146,10 +160,10 @@ def model_without_data(config: Any, trust_remote_code: bool = False) -> Any:
 
 def is_gguf(config: ModelConfig) -> bool:
     """Whether the name leads to a GGUF file."""
-    return "gguf_file" in _locate(config)[1]
+    return "gguf_file" in place_of_model(config)[1]
 
 
-def _locate(config: ModelConfig) -> tuple[str, dict[str, str]]:
+def place_of_model(config: ModelConfig) -> tuple[str, dict[str, str]]:
     """What `from_pretrained` wants: a name, and for a GGUF file its folder and file name."""
     from lowmem.fetch import resolve_model
 

@@ -62,9 +62,8 @@ class Quantization(Strategy):
         if config.model is None or is_gguf(config.model):
             # Quantised in memory: layer by layer from the host, so that the card never holds the whole 16-bit model.
             return replace(config, device=torch.device("cpu") if run.device.type == "cuda" else config.device)
-        return replace(
-            config, from_pretrained={**config.from_pretrained, "quantization_config": self._for_transformers()}
-        )
+        wanted = {**config.from_pretrained, "quantization_config": self._for_transformers()}
+        return replace(config, from_pretrained=wanted, one_by_one=run.notice)
 
     def wrap_model(self, model: nn.Module, run: Run) -> nn.Module:
         for parameter in model.parameters():
