@@ -37,7 +37,7 @@ def load_model(load: LoadConfig) -> nn.Module:
         from lowmem.one_by_one import NotOneByOneError, load_one_by_one
 
         try:
-            with _hub_errors(load.model.name_or_path, load.attn_implementation):
+            with loading_errors(load.model.name_or_path, load.attn_implementation):
                 return _grown(load, load_one_by_one(load))
         except NotOneByOneError as error:
             load.one_by_one(f"{load.model.name_or_path}: loaded by transformers alone, from mapped files ({error})")
@@ -45,7 +45,7 @@ def load_model(load: LoadConfig) -> nn.Module:
     if gguf and hasattr(transformers, "GgufConfig"):
         # From 5.24 on transformers keeps the file's blocks packed, in layers that can be neither trained nor saved.
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    with _hub_errors(load.model.name_or_path, load.attn_implementation):
+    with loading_errors(load.model.name_or_path, load.attn_implementation):
         model: nn.Module = AutoModelForCausalLM.from_pretrained(
             name,
             dtype=load.dtype,
@@ -85,7 +85,7 @@ def load_tokenizer(config: ModelConfig) -> Any:
             if getattr(config, key):
                 raise UserError(f"model.{key}: {name} has no tokenizer that could take it")
         return None
-    with _hub_errors(config.name_or_path):
+    with loading_errors(config.name_or_path):
         tokenizer = AutoTokenizer.from_pretrained(
             name, revision=config.revision or "main", trust_remote_code=config.trust_remote_code, **gguf
         )
@@ -119,7 +119,7 @@ def load_model_config(config: ModelConfig) -> Any:
     from transformers import AutoConfig
 
     name, gguf = place_of_model(config)
-    with _hub_errors(config.name_or_path):
+    with loading_errors(config.name_or_path):
         return AutoConfig.from_pretrained(
             name, revision=config.revision or "main", trust_remote_code=config.trust_remote_code, **gguf
         )
@@ -138,7 +138,7 @@ def weights_place(config: ModelConfig) -> Path:
         return Path(name)
     from huggingface_hub import snapshot_download
 
-    with _hub_errors(name):
+    with loading_errors(name):
         return Path(snapshot_download(name, revision=config.revision, allow_patterns=["*.json", "*.safetensors"]))
 
 
@@ -176,7 +176,7 @@ def place_of_model(config: ModelConfig) -> tuple[str, dict[str, str]]:
 
 
 @contextmanager
-def _hub_errors(name: str, attention: str | None = None) -> Iterator[None]:
+def loading_errors(name: str, attention: str | None = None) -> Iterator[None]:
     """The long errors of loading as one line."""
     try:
         yield

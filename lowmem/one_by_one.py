@@ -10,15 +10,22 @@ from typing import Any
 from unittest.mock import patch
 
 from torch import nn
-from torch.nn.modules.module import register_module_module_registration_hook, register_module_parameter_registration_hook
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
-from lowmem.config import LoadConfig
+from lowmem.config import LoadConfig, ModelConfig
 from lowmem.loading import load_model_config, model_without_data, place_of_model
 from lowmem.stored_quantization import prepare
 from lowmem.tensor_files import StoredTensor, stored_tensors
 
 # (full name, parameter) -> the parameter to be kept in its place
 Place = Callable[[str, nn.Parameter], nn.Parameter]
+
+
+_FILES = ("model.safetensors", "model.safetensors.index.json")  # in transformers' order
+_NO_SAFETENSORS = f"it has no {_FILES[0]}"
 
 
 class NotOneByOneError(Exception):
@@ -83,16 +90,12 @@ def tensors_of(load: LoadConfig) -> dict[str, StoredTensor]:
     from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
     assert load.model is not None
-    if load.model.trust_remote_code:
-        raise NotOneByOneError("model.trust_remote_code: code that comes with a model loads it itself")
-    name, gguf = place_of_model(load.model)
-    if gguf:
-        raise NotOneByOneError("it is a GGUF file")
-    if (Path(name) / "adapter_config.json").is_file():
-        raise NotOneByOneError("an adapter lies beside it")
+    if (reason := obstacle(load.model)) is not None:
+        raise NotOneByOneError(reason)
+    name = place_of_model(load.model)[0]
     options: dict[str, Any] = {"revision": load.model.revision or "main"}
-    files = []
-    for file in ("model.safetensors", "model.safetensors.index.json"):  # in transformers' order
+    files: list[str] = []
+    for file in _FILES:
         found = cached_file(
             name,
             file,
@@ -104,11 +107,30 @@ def tensors_of(load: LoadConfig) -> dict[str, StoredTensor]:
             files = get_checkpoint_shard_files(name, found, **options)[0] if file.endswith(".json") else [found]
             break
     if not files:
-        raise NotOneByOneError("it has no model.safetensors")
+        raise NotOneByOneError(_NO_SAFETENSORS)
     try:
         return {key: tensor for file in files for key, tensor in stored_tensors(Path(file)).items()}
     except KeyError as error:
         raise NotOneByOneError(f"it holds weights of dtype {error.args[0]}") from error
+
+
+def obstacle(model: ModelConfig) -> str | None:
+    """Why a model's weights cannot be read one by one, as far as that shows without a network; None: nothing is known.
+
+    Args:
+        model: what is loaded.
+    """
+    if model.trust_remote_code:
+        return "model.trust_remote_code: code that comes with a model loads it itself"
+    name, gguf = place_of_model(model)
+    folder = Path(name)
+    if gguf:
+        return "it is a GGUF file"
+    if (folder / "adapter_config.json").is_file():
+        return "an adapter lies beside it"
+    if folder.is_dir() and not any((folder / file).is_file() for file in _FILES):
+        return _NO_SAFETENSORS
+    return None
 
 
 @contextmanager
@@ -131,7 +153,7 @@ def placing(model_class: type[nn.Module], place: Place | None) -> Iterator[None]
         if not models and type(module) is model_class:
             models.append(module)
 
-    def filled(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+    def filled(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
         if parameter is None or parameter.is_meta:  # no weight yet
             return None
         if not names:

@@ -78,7 +78,7 @@ class StoredTensor:
         tensor = torch.empty(self.shape, dtype=self.dtype)
         if not tensor.numel():
             return tensor
-        into = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+        into = tensor.reshape(-1).view(torch.uint8).numpy().data
         with self.path.open("rb") as file:
             file.seek(self.offset)
             if file.readinto(into) != len(into):  # type: ignore[attr-defined]

@@ -104,7 +104,10 @@ LOADS = {
     "tied": (lambda: llama(tied=True), "float32", list),
     "nf4": (llama, "auto", lambda: [Quantization(), LoRA(), AdamW8bit()]),
     "fp4 of float32": (lambda: llama().float(), "auto", lambda: [Quantization("fp4", double_quant=False), LoRA()]),
+    "nf4, cast": (llama, "float32", lambda: [Quantization(), LoRA()]),
     "int8": (llama, "auto", lambda: [Quantization("int8"), LoRA()]),
+    "int8, cast": (llama, "float32", lambda: [Quantization("int8"), LoRA()]),
+    "nf4 beside experts": (mixtral, "auto", lambda: [Quantization(), LoRA()]),
     "experts that are joined": (mixtral, "float32", lambda: [LoRA()]),
     "averages": (llama, "auto", lambda: [EMA(), PureBF16()]),
 }
