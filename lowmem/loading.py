@@ -15,6 +15,7 @@ from torch import nn
 from lowmem.config import LoadConfig, ModelConfig
 from lowmem.errors import UserError
 from lowmem.model import add_rows_for
+from lowmem.stored_quantization import prepare
 
 # what a tokenizer leaves in a folder
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "merges.txt")
@@ -24,7 +25,8 @@ def load_model(load: LoadConfig) -> nn.Module:
     """The model a `LoadConfig` describes, on its device.
 
     Raises:
-        UserError: it is neither a folder, nor a GGUF file, nor to be had from the hub.
+        UserError: it is neither a folder, nor a GGUF file, nor to be had from the hub; or its weights are stored
+            quantised, and not as `load` asks for.
     """
     import transformers
     from transformers import AutoModelForCausalLM
@@ -45,6 +47,8 @@ def load_model(load: LoadConfig) -> nn.Module:
     if gguf and hasattr(transformers, "GgufConfig"):
         # From 5.24 on transformers keeps the file's blocks packed, in layers that can be neither trained nor saved.
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    if not gguf:
+        prepare(load_model_config(load.model), options.get("quantization_config"), load.model.name_or_path)
     with loading_errors(load.model.name_or_path, load.attn_implementation):
         model: nn.Module = AutoModelForCausalLM.from_pretrained(
             name,

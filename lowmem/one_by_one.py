@@ -128,7 +128,7 @@ def obstacle(model: ModelConfig) -> str | None:
         return "it is a GGUF file"
     if (folder / "adapter_config.json").is_file():
         return "an adapter lies beside it"
-    if folder.is_dir() and not any((folder / file).is_file() for file in _FILES):
+    if any(folder.glob("*.bin")) and not any((folder / file).is_file() for file in _FILES):
         return _NO_SAFETENSORS
     return None
 

@@ -123,6 +123,10 @@ class OnDisk:
         """As `safetensors` says it."""
         return list(self.shape)
 
+    def is_floating_point(self) -> bool:
+        """As `Tensor` says it."""
+        return self.dtype.is_floating_point
+
     def to(self, device: Any = None, dtype: torch.dtype | None = None) -> Tensor:
         """Its copy on the device; a card gets it in its new dtype from the host, where it is cast."""
         dtype, cast = dtype or self.dtype, None

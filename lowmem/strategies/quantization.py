@@ -87,6 +87,8 @@ class Quantization(Strategy):
             module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
             if hasattr(module, "init_8bit_state"):
                 module.init_8bit_state = MethodType(_init_8bit_state, module)
+                if module.weight.is_meta:  # without data nobody can say which columns are outliers
+                    module.state.threshold = 0.0  # type: ignore[union-attr]
         self._report(model, run)
         # What was loaded on the host follows; a model that transformers has quantised in place refuses `to`.
         elsewhere = any(p.device.type != run.device.type for p in model.parameters())
@@ -98,10 +100,8 @@ class Quantization(Strategy):
         with torch.device("meta"):  # no memory for weights that are replaced at once
             new: Any
             if self.format == "int8":
-                # without data nobody can say which columns are outliers
-                threshold = 0.0 if linear.weight.is_meta else _OUTLIERS
                 bias = linear.bias is not None
-                new = bnb.nn.Linear8bitLt(*size, bias=bias, has_fp16_weights=False, threshold=threshold)
+                new = bnb.nn.Linear8bitLt(*size, bias=bias, has_fp16_weights=False, threshold=_OUTLIERS)
             else:
                 new = bnb.nn.Linear4bit(
                     *size,
