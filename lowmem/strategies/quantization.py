@@ -25,8 +25,9 @@ _OUTLIERS = 6.0
 class Quantization(Strategy):
     """QLoRA's base (Dettmers et al. 2023, arXiv:2305.14314): the linear layers of the decoder in few bits, all frozen.
 
-    Embeddings, norms and the head stay as they are. Weights on disk in safetensors are quantised while they are read;
-    a GGUF file, or a model handed over in memory, layer by layer.
+    Embeddings, norms and the head stay as they are. Weights on disk in safetensors are quantised while they are read,
+    one at a time, or taken as they are where they lie quantised; a GGUF file, or a model handed over in memory, layer
+    by layer.
 
     Attributes:
         format: nf4, fp4 or int8.
