@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from lowmem.config import LoadConfig
 from lowmem.gguf_layout import GGUFFile, UnsupportedLayoutError
+from lowmem.libraries import import_bitsandbytes
 from lowmem.loading import load_model, weights_place
+from lowmem.stored_quantization import stored_settings
 from lowmem.weights import open_safetensors
 
 _REOPEN_BYTES = 1 << 25  # what was read of a mapped file counts as this process's memory until the file is closed
@@ -30,12 +32,14 @@ class Weights(ABC):
         extra: keys of tensors that the model knows by no single name (experts that it fuses while loading).
         dtype: the dtype that `auto` means.
         spellings: name in the model -> key in the output, where they differ.
+        as_trained: quantised weights are stored so, and `read` gives what training computes with.
     """
 
     keys: dict[str, str]
     extra: list[str] = field(default_factory=list)
     dtype: torch.dtype = torch.float32
     spellings: dict[str, str] = field(default_factory=dict)
+    as_trained: ClassVar[bool] = False
 
     @abstractmethod
     def read(self, key: str) -> Tensor:
@@ -96,6 +100,68 @@ class SafetensorsWeights(Weights):
             return file.get_slice(key)[:0].dtype  # type: ignore[no-any-return]
 
 
+class QuantisedWeights(SafetensorsWeights):
+    """A folder in transformers' format whose linear layers bitsandbytes has quantised; they are unpacked one by one.
+
+    Args:
+        folder, names, prefix, dtype: as for `SafetensorsWeights`.
+        turned: names of weights that the model keeps transposed (GPT-2's Conv1D); on disk they are not.
+        device: where weights are unpacked; rounding may differ a little between devices.
+    """
+
+    as_trained = True
+
+    def __init__(
+        self, folder: Path, names: list[str], prefix: str, dtype: torch.dtype | None, turned: set[str], device: Any
+    ) -> None:
+        super().__init__(folder, names, prefix, dtype)
+        self.turned, self.device = turned, device
+        self.beside: dict[str, list[str]] = {}  # key of a weight -> keys of what is stored beside it
+        named = {key: name for name, key in self.keys.items()}
+        left = []
+        for key in self.extra:
+            weight = next((w for w in (*_heads(key), _sibling(key)) if w in named), None)
+            if weight is None:
+                left.append(key)
+            else:
+                self.beside.setdefault(weight, []).append(key)
+        self.extra, self._names = left, named
+
+    def read(self, key: str) -> Tensor:
+        """See `Weights`."""
+        tensor = super().read(key)
+        if key not in self.beside:
+            return tensor
+        bnb = import_bitsandbytes()
+        parts = {name: super(QuantisedWeights, self).read(name) for name in self.beside[key]}
+        if tensor.dtype == torch.int8:
+            scales = next(part for name, part in parts.items() if name.endswith("SCB"))
+            whole = bnb.functional.int8_vectorwise_dequant(tensor.to(self.device), scales.to(self.device))
+        else:
+            given = {name.removeprefix(f"{key}."): part for name, part in parts.items()}
+            packed = bnb.nn.Params4bit.from_prequantized(tensor, given, device=self.device)
+            whole = bnb.functional.dequantize_4bit(packed.data, packed.quant_state)
+        result: Tensor = whole.T if self._names[key] in self.turned else whole
+        return result.cpu()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors once they are unpacked, at most."""
+        return 4 * super().num_bytes
+
+
+def _heads(key: str) -> Iterator[str]:
+    """`a.weight.b.c` -> `a.weight.b`, `a.weight`, ..."""
+    while "." in key:
+        key = key.rpartition(".")[0]
+        yield key
+
+
+def _sibling(key: str) -> str:
+    """`a.SCB` -> `a.weight`."""
+    return f"{key.rpartition('.')[0]}.weight"
+
+
 class GGUFWeights(Weights):
     """A GGUF file whose blocks are unpacked tensor by tensor."""
 
@@ -151,7 +217,10 @@ def open_weights(load: LoadConfig, model: Any, needed: set[str], tied: Mapping[s
         if place.suffix == ".gguf":
             found: Weights = GGUFWeights(place, names, model.config)
         else:
-            found = SafetensorsWeights(place, names, model.base_model_prefix, stored)
+            given = (place, names, model.base_model_prefix, stored)
+            turned = {f"{name}.weight" for name, m in model.named_modules() if type(m).__name__ == "Conv1D"}
+            quantised = stored_settings(model.config) is not None
+            found = QuantisedWeights(*given, turned, load.device) if quantised else SafetensorsWeights(*given)
         for name, other in tied.items():
             if other not in found.keys and name in found.keys:
                 found.keys[other] = found.keys.pop(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -252,6 +253,8 @@ class LoadConfig:
         device: where the weights are loaded.
         from_pretrained: further keyword arguments of `from_pretrained`.
         on_host: the weights are loaded on the host, and strategies take them to the card.
+        one_by_one: weights are read one at a time, and not from mapped files, where that can be; where not, this is
+            told why. Null: transformers reads them in its own way.
     """
 
     model: ModelConfig | None
@@ -261,6 +264,7 @@ class LoadConfig:
     device: Any = "cpu"
     from_pretrained: dict[str, Any] = field(default_factory=dict)
     on_host: bool = False
+    one_by_one: Callable[[str], None] | None = None
 
     @classmethod
     def of(cls, model: ModelConfig | None, device: Any) -> LoadConfig:

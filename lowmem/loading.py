@@ -15,6 +15,7 @@ from torch import nn
 from lowmem.config import LoadConfig, ModelConfig
 from lowmem.errors import UserError
 from lowmem.model import add_rows_for
+from lowmem.stored_quantization import prepare
 
 # what a tokenizer leaves in a folder
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "merges.txt")
@@ -24,7 +25,8 @@ def load_model(load: LoadConfig) -> nn.Module:
     """The model a `LoadConfig` describes, on its device.
 
     Raises:
-        UserError: it is neither a folder, nor a GGUF file, nor to be had from the hub.
+        UserError: it is neither a folder, nor a GGUF file, nor to be had from the hub; or its weights are stored
+            quantised, and not as `load` asks for.
     """
     import transformers
     from transformers import AutoModelForCausalLM
@@ -33,11 +35,21 @@ def load_model(load: LoadConfig) -> nn.Module:
     options: dict[str, Any] = dict(load.from_pretrained)
     if load.attn_implementation:
         options["attn_implementation"] = load.attn_implementation
-    name, gguf = _locate(load.model)
+    if load.one_by_one is not None:
+        from lowmem.one_by_one import NotOneByOneError, load_one_by_one
+
+        try:
+            with loading_errors(load.model.name_or_path, load.attn_implementation):
+                return _grown(load, load_one_by_one(load))
+        except NotOneByOneError as error:
+            load.one_by_one(f"{load.model.name_or_path}: loaded by transformers alone, from mapped files ({error})")
+    name, gguf = place_of_model(load.model)
     if gguf and hasattr(transformers, "GgufConfig"):
         # From 5.24 on transformers keeps the file's blocks packed, in layers that can be neither trained nor saved.
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    with _hub_errors(load.model.name_or_path, load.attn_implementation):
+    if not gguf:
+        prepare(load_model_config(load.model), options.get("quantization_config"), load.model.name_or_path)
+    with loading_errors(load.model.name_or_path, load.attn_implementation):
         model: nn.Module = AutoModelForCausalLM.from_pretrained(
             name,
             dtype=load.dtype,
@@ -49,9 +61,15 @@ def load_model(load: LoadConfig) -> nn.Module:
         )
     if gguf:
         _forget_gguf(model)
+    return _grown(load, model)
+
+
+def _grown(load: LoadConfig, model: Any) -> nn.Module:
+    """The model with rows for the tokens that are added."""
+    assert load.model is not None
     if load.model.add_tokens:
         add_rows_for(model, load_tokenizer(load.model), load.model.add_tokens)
-    return model
+    return model  # type: ignore[no-any-return]
 
 
 def _forget_gguf(model: Any) -> None:
@@ -65,13 +83,13 @@ def load_tokenizer(config: ModelConfig) -> Any:
     """The tokenizer that lies beside the weights; none where a folder has none (rows of token ids need none)."""
     from transformers import AutoTokenizer
 
-    name, gguf = _locate(config)
+    name, gguf = place_of_model(config)
     if not gguf and Path(name).is_dir() and not any(any(Path(name).glob(p)) for p in _TOKENIZER_FILES):
         for key in ("add_tokens", "chat_template"):
             if getattr(config, key):
                 raise UserError(f"model.{key}: {name} has no tokenizer that could take it")
         return None
-    with _hub_errors(config.name_or_path):
+    with loading_errors(config.name_or_path):
         tokenizer = AutoTokenizer.from_pretrained(
             name, revision=config.revision or "main", trust_remote_code=config.trust_remote_code, **gguf
         )
@@ -104,8 +122,8 @@ def load_model_config(config: ModelConfig) -> Any:
     """The architecture alone (no weights are read)."""
     from transformers import AutoConfig
 
-    name, gguf = _locate(config)
-    with _hub_errors(config.name_or_path):
+    name, gguf = place_of_model(config)
+    with loading_errors(config.name_or_path):
         return AutoConfig.from_pretrained(
             name, revision=config.revision or "main", trust_remote_code=config.trust_remote_code, **gguf
         )
@@ -117,14 +135,14 @@ def weights_place(config: ModelConfig) -> Path:
     Raises:
         UserError: there is no such model.
     """
-    name, gguf = _locate(config)
+    name, gguf = place_of_model(config)
     if gguf:
         return Path(name, gguf["gguf_file"])
     if Path(name).is_dir():
         return Path(name)
     from huggingface_hub import snapshot_download
 
-    with _hub_errors(name):
+    with loading_errors(name):
         return Path(snapshot_download(name, revision=config.revision, allow_patterns=["*.json", "*.safetensors"]))
 
 
@@ -146,10 +164,10 @@ def model_without_data(config: Any, trust_remote_code: bool = False) -> Any:
 
 def is_gguf(config: ModelConfig) -> bool:
     """Whether the name leads to a GGUF file."""
-    return "gguf_file" in _locate(config)[1]
+    return "gguf_file" in place_of_model(config)[1]
 
 
-def _locate(config: ModelConfig) -> tuple[str, dict[str, str]]:
+def place_of_model(config: ModelConfig) -> tuple[str, dict[str, str]]:
     """What `from_pretrained` wants: a name, and for a GGUF file its folder and file name."""
     from lowmem.fetch import resolve_model
 
@@ -162,7 +180,7 @@ def _locate(config: ModelConfig) -> tuple[str, dict[str, str]]:
 
 
 @contextmanager
-def _hub_errors(name: str, attention: str | None = None) -> Iterator[None]:
+def loading_errors(name: str, attention: str | None = None) -> Iterator[None]:
     """The long errors of loading as one line."""
     try:
         yield

@@ -135,6 +135,10 @@ class _Job:
         self.weights: Weights
         self.weights, notice = open_weights(self.load, plain, needed, self.tied)
         self.notices += [notice] if notice else []
+        if self.weights.as_trained and self.base == "original":
+            raise UserError(
+                "merge: --base original: the base model was quantised before the run; it has no other weights"
+            )
         self.names = list(named)
 
     @property
@@ -178,6 +182,8 @@ class _Job:
 
     def _base(self, name: str) -> Tensor:
         """A weight as the adapter meets it."""
+        if name in self.rounded and self.weights.as_trained:
+            return self.weights.read(self.weights.keys[name])
         if name in self.rounded:
             number = self._block_of(name)
             if self._block[0] != number:

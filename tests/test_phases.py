@@ -52,6 +52,7 @@ from lowmem.memory.subject import Subject, model_config
 from lowmem.memory.trace import Trace
 from lowmem.merge import merge
 from lowmem.ops.without_data import keeping
+from lowmem.quantize import quantize
 from lowmem.recipe import load_recipe
 from lowmem.run import device_kind
 
@@ -104,7 +105,10 @@ LOADS = {
     "tied": (lambda: llama(tied=True), "float32", list),
     "nf4": (llama, "auto", lambda: [Quantization(), LoRA(), AdamW8bit()]),
     "fp4 of float32": (lambda: llama().float(), "auto", lambda: [Quantization("fp4", double_quant=False), LoRA()]),
+    "nf4, cast": (llama, "float32", lambda: [Quantization(), LoRA()]),
     "int8": (llama, "auto", lambda: [Quantization("int8"), LoRA()]),
+    "int8, cast": (llama, "float32", lambda: [Quantization("int8"), LoRA()]),
+    "nf4 beside experts": (mixtral, "auto", lambda: [Quantization(), LoRA()]),
     "experts that are joined": (mixtral, "float32", lambda: [LoRA()]),
     "averages": (llama, "auto", lambda: [EMA(), PureBF16()]),
 }
@@ -129,6 +133,31 @@ def test_loading_peaks_where_the_real_one_does(name: str, tmp_path: Path, monkey
     }
 
 
+@pytest.mark.parametrize("format", ["nf4", "int8"])
+def test_quantised_weights_load_as_predicted(format: Any, tmp_path: Path) -> None:
+    def strategies() -> list[Strategy]:
+        return [Quantization(format), LoRA()]
+
+    llama().save_pretrained(tmp_path / "base")
+    quantize(ModelConfig(str(tmp_path / "base")), tmp_path / "quantised", Quantization(format))
+    model = ModelConfig(str(tmp_path / "quantised"))
+    with Measured() as trace:
+        trainer = Trainer(model, [{"input_ids": [1] * 32}] * 2, training=training(), strategies=strategies())
+    real = moments(trace)["load"].bytes
+    subject = Subject.of_config(model_config(model), model, training(), strategies())
+    predicted, built = loaded(subject, "cpu")
+    assert abs(moments(predicted)["load"].bytes - real) <= 0.0005 * real + 24 * 1024
+    assert {n: (p.shape, p.dtype) for n, p in built.model.named_parameters()} == {
+        n: (p.shape, p.dtype) for n, p in trainer.model.named_parameters()
+    }
+    found = estimate(subject, lengths=LENGTHS)  # of a run from the base model: the same but for loading
+    base = ModelConfig(str(tmp_path / "base"))
+    fresh = estimate(Subject.of_config(model_config(base), base, training(), strategies()), lengths=LENGTHS)
+    for phase in found.phases.keys() - {"load"}:  # but for a table of bitsandbytes, made by who quantises
+        assert 0 <= fresh.phases[phase].bytes - found.phases[phase].bytes <= 1024
+    assert found.phases["load"].bytes <= fresh.phases["load"].bytes
+
+
 def loaded(subject: Subject, device: Any) -> tuple[Trace, Trainer]:
     """The trace of loading and building alone."""
     assert subject.load is not None
@@ -148,7 +177,10 @@ def of_file(tmp_path: Path, model: Any, *strategies: Strategy, **numbers: Any) -
 
 
 def test_a_card_never_holds_the_16_bit_model_while_it_is_quantised(tmp_path: Path) -> None:
-    """The weights so far, and one in bfloat16 on its way; first, the allocator is warmed up with their size."""
+    """The weights so far, and one in bfloat16 on its way; first, the allocator is warmed up with their size.
+
+    On the host lies one weight at a time.
+    """
     model = llama(vocab_size=64)
     trace, trainer = loaded(of_file(tmp_path, model, Quantization(), LoRA(r=1)), "cuda")
     whole = sum(p.nbytes for p in model.parameters())
@@ -160,6 +192,8 @@ def test_a_card_never_holds_the_16_bit_model_while_it_is_quantised(tmp_path: Pat
     assert warm.op == "aten.empty.memory_format"
     assert 0.8 * rest < warm.size < rest
     assert trainer.device == META
+    found = judge(trace, expandable=True)
+    assert (found.host_phase, found.host_bytes) == ("load", largest)
 
 
 def test_a_cast_is_made_on_the_host_one_tensor_at_a_time(tmp_path: Path) -> None:

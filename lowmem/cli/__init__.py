@@ -34,6 +34,7 @@ for command in (
     use.chat,
     convert.merge,
     convert.export,
+    convert.quantize,
     see.report,
     see.compare,
     reference.strategies,

@@ -1,4 +1,4 @@
-"""`lowmem merge` and `lowmem export`."""
+"""`lowmem merge`, `lowmem export` and `lowmem quantize`."""
 
 from __future__ import annotations
 
@@ -43,6 +43,14 @@ class QuantizationChoice(StrEnum):
     F32 = "f32"
     BF16 = "bf16"
     Q8_0 = "q8_0"
+
+
+class QuantizedFormatChoice(StrEnum):
+    """Formats of `lowmem quantize`."""
+
+    NF4 = "nf4"
+    FP4 = "fp4"
+    INT8 = "int8"
 
 
 RunArgument = Annotated[Path, typer.Argument(help="A run folder.", metavar="RUN")]
@@ -123,6 +131,38 @@ def export(
     print(f"{report['out']}: {report['format']}, {report['bytes'] / 1e6:,.1f} MB")
     _print_comparison(report["check"])
     _print_notices(report)
+
+
+def quantize(
+    model: Annotated[str, typer.Argument(help="Hub id, or a folder with safetensors.", metavar="MODEL")],
+    out: OutArgument,
+    format: Annotated[
+        QuantizedFormatChoice, typer.Option("--format", help="Of the linear layers of the decoder.")
+    ] = QuantizedFormatChoice.NF4,
+    double_quant: Annotated[
+        bool | None, typer.Option(help="4-bit: store the scales in 8 bits, too.", show_default="on")
+    ] = None,
+    dtype: Annotated[
+        DtypeChoice, typer.Option("--dtype", help="Of all other weights; auto: the checkpoint's.")
+    ] = DtypeChoice.AUTO,
+    revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit on the hub.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a model with its weights quantised; recipes with the same `quantization` then load it as it is."""
+    if format is QuantizedFormatChoice.INT8 and double_quant is not None:
+        raise UserError("quantize: --double-quant has no effect with --format int8; leave it out")
+    quiet_bars()
+    from lowmem.config import ModelConfig
+    from lowmem.quantize import quantize as quantize_model
+    from lowmem.strategies.quantization import Quantization
+
+    strategy = Quantization(format.value, double_quant is not False)
+    report = quantize_model(ModelConfig(model, revision, dtype.value), out, strategy)
+    if as_json:
+        print_json(report)
+        return
+    double = ", double_quant" if report["double_quant"] else ""
+    print(f"{report['out']}: {report['bytes'] / 1e6:,.1f} MB, {report['format']}{double}, the rest {report['dtype']}")
 
 
 def _print_comparison(numbers: dict[str, Any] | None) -> None:

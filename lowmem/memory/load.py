@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lowmem.config import LoadConfig
 from lowmem.libraries import import_bitsandbytes
 from lowmem.memory.host import AtOnce
 from lowmem.memory.trace import Trace
 from lowmem.model import unwrapped
+from lowmem.one_by_one import in_turn, obstacle
 from lowmem.ops.without_data import keeping
 from lowmem.run import device_kind
+from lowmem.stored_quantization import prepare, stored_settings
 from lowmem.weights import named_state
 
 META = torch.device("meta")
@@ -29,24 +33,52 @@ def load_without_data(make: Callable[[], Any], load: LoadConfig, place: str = "d
         make: transformers' model on the meta device; its shapes are those on disk.
         load: dtype and quantisation, as `lowmem.loading.load_model` takes them.
         place: `device`, or `host` (a GGUF file whose weights are quantised on their way to the card).
+
+    Raises:
+        UserError: the stored weights are quantised, and not as `load` asks for.
     """
     options = dict(load.from_pretrained)
     if load.attn_implementation:
         options["attn_implementation"] = load.attn_implementation
+    singly = load.one_by_one is not None and load.model is not None and obstacle(load.model) is None
     # neither `make`'s nor transformers' own skeleton has memory
-    with without_bars(), _as_with_data(place), keeping("nowhere"):
+    with without_bars(), _as_with_data(place), keeping("nowhere"), in_turn() if singly else nullcontext():
         source = make()
-        model: nn.Module = type(source).from_pretrained(
-            None,
-            config=source.config,
-            state_dict=files_of(source, place),
-            dtype=source.dtype if load.dtype == "auto" else getattr(torch, load.dtype),
-            device_map={"": META},
+        common: dict[str, Any] = {
+            "dtype": source.dtype if load.dtype == "auto" else getattr(torch, load.dtype),
+            "device_map": {"": META},
             **options,
-        )
+        }
+        stored: Mapping[str, OnDisk | Known] = files_of(source, place, Read if singly else OnDisk)
+        if stored_settings(source.config) is not None:
+            name = load.model.name_or_path if load.model else type(source).__name__
+            wanted = common.pop("quantization_config", None)
+            prepare(source.config, wanted, name)
+            stored = _quantised_files(source, stored, {**common, "quantization_config": wanted})
+        model = _from_files(type(source), source.config, stored, common)
     if place == "host":  # it goes to the device layer by layer, and the rest with `move_rest`
         vars(model)["to"] = lambda *_: model
     return model
+
+
+def _from_files(
+    model_class: Any, config: Any, files: Mapping[str, OnDisk | Known], options: dict[str, Any]
+) -> nn.Module:
+    found: nn.Module = model_class.from_pretrained(None, config=config, state_dict=files, **options)
+    return found
+
+
+def _quantised_files(
+    source: Any, plain: Mapping[str, OnDisk | Known], options: dict[str, Any]
+) -> dict[str, OnDisk | Known]:
+    """The tensors in the files of a model that lies quantised: what quantising it now would leave, by its names."""
+    config = copy.deepcopy(source.config)
+    for part in (config, config.get_text_config()):
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config
+    with _disable_current_modes(), patch.object(torch.Tensor, "item", lambda tensor: 0.0):  # nobody looks on
+        state = named_state(_from_files(type(source), config, plain, options))
+    return {name: Read(t.shape, t.dtype) if t.is_meta else Known(t) for name, t in state.items()}
 
 
 @contextmanager
@@ -63,12 +95,18 @@ def without_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def files_of(source: Any, place: str = "device") -> dict[str, OnDisk]:
-    """The tensors that `save_pretrained` would write (experts one by one, tied weights once)."""
+def files_of(source: Any, place: str = "device", kind: type[OnDisk] | None = None) -> dict[str, OnDisk]:
+    """The tensors that `save_pretrained` would write (experts one by one, tied weights once).
+
+    Args:
+        source: the model.
+        place: where their copies will lie.
+        kind: how they are read.
+    """
     from transformers.core_model_loading import revert_weight_conversion
 
     stored = revert_weight_conversion(source, named_state(source))
-    return {key: OnDisk(value.shape, value.dtype, place) for key, value in stored.items()}
+    return {key: (kind or OnDisk)(value.shape, value.dtype, place) for key, value in stored.items()}
 
 
 class OnDisk:
@@ -85,6 +123,10 @@ class OnDisk:
         """As `safetensors` says it."""
         return list(self.shape)
 
+    def is_floating_point(self) -> bool:
+        """As `Tensor` says it."""
+        return self.dtype.is_floating_point
+
     def to(self, device: Any = None, dtype: torch.dtype | None = None) -> Tensor:
         """Its copy on the device; a card gets it in its new dtype from the host, where it is cast."""
         dtype, cast = dtype or self.dtype, None
@@ -95,6 +137,36 @@ class OnDisk:
             copy = torch.empty(self.shape, dtype=dtype, device=META)
         del cast
         return copy
+
+
+class Read(OnDisk):
+    """A tensor that is read into the host's memory first; on a CPU that is the copy, unless it is cast."""
+
+    def to(self, device: Any = None, dtype: torch.dtype | None = None) -> Tensor:
+        """See `OnDisk`."""
+        on_card = device_kind(META) == "cuda"
+        with keeping("host" if on_card else self.place):
+            read = torch.empty(self.shape, dtype=self.dtype, device=META)
+        return super().to(device, dtype) if on_card or (dtype or self.dtype) != self.dtype else read
+
+
+class Known:
+    """A small tensor in a file whose values are known, and asked for."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value, self.dtype = value, value.dtype
+
+    def __getitem__(self, index: Any) -> Known:
+        """The whole of it, which is all that is asked for."""
+        return self
+
+    def is_floating_point(self) -> bool:
+        """As `Tensor` says it."""
+        return self.dtype.is_floating_point
+
+    def to(self, device: Any = None, dtype: torch.dtype | None = None) -> Tensor:
+        """It stays where its values are."""
+        return self.value
 
 
 @contextmanager
@@ -114,6 +186,7 @@ def _as_with_data(place: str) -> Iterator[None]:
         stack.enter_context(patch.object(core_model_loading, "ThreadPoolExecutor", AtOnce))
         stack.enter_context(patch.object(bnb.nn.Params4bit, "to", _quantising(bnb.nn.Params4bit.to)))
         stack.enter_context(patch.object(integration.Bnb8bitQuantize, "convert", _convert_8bit))
+        stack.enter_context(patch.object(bnb.nn.Int8Params, "to", _with_scales(bnb.nn.Int8Params.to)))
         yield
 
 
@@ -141,6 +214,18 @@ def _quantising(to: Callable[..., Any]) -> Callable[..., Any]:
         return to(weight, *args, **kwargs)
 
     return quantise_or_move
+
+
+def _with_scales(to: Callable[..., Any]) -> Callable[..., Any]:
+    """On their way to the meta device bitsandbytes' 8-bit weights would lose their scales."""
+
+    def move(weight: Any, *args: Any, **kwargs: Any) -> Any:
+        moved = to(weight, *args, **kwargs)
+        if weight.dtype == torch.int8 and moved.SCB is None:
+            moved.SCB = weight.SCB
+        return moved
+
+    return move
 
 
 def _convert_8bit(

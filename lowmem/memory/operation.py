@@ -44,7 +44,7 @@ class Operation:
 
 def likeness(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Equal for two calls on the meta device whose results are alike; None where a call is to be made anyway."""
-    key: list[Any] = []
+    key: list[Any] = [torch.get_default_dtype()]  # of what is made without saying its dtype
     for value in (*args, *kwargs.items()) if kwargs else args:
         if type(value) is list:
             value = tuple(value)

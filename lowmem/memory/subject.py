@@ -85,7 +85,7 @@ class Subject:
         text = config.get_text_config()
         rows = int(text.vocab_size) + len(model.add_tokens or ())
 
-        def plain(layers: int | None) -> nn.Module:
+        def plain(layers: int | None, config: Any = config) -> nn.Module:
             made: nn.Module = model_without_data(config if layers is None else with_layers(config, layers))
             return made
 
@@ -96,7 +96,11 @@ class Subject:
             wanted = load_config(model, training, strategies)
             on_host = device == "cuda" and is_gguf(model) and any(s.stage is Stage.QUANTIZE for s in strategies)
             on_host = on_host or wanted.on_host
-            loaded = load_without_data(lambda: plain(layers), wanted, "host" if on_host else "device")
+            stored = config
+            if model.dtype != "auto":
+                stored = copy.deepcopy(config)
+                stored.dtype = find_config(replace(model, dtype="auto")).dtype
+            loaded = load_without_data(lambda: plain(layers, stored), wanted, "host" if on_host else "device")
             return _grown(loaded, rows if model.add_tokens else 0)
 
         return cls(

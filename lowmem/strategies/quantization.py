@@ -25,8 +25,9 @@ _OUTLIERS = 6.0
 class Quantization(Strategy):
     """QLoRA's base (Dettmers et al. 2023, arXiv:2305.14314): the linear layers of the decoder in few bits, all frozen.
 
-    Embeddings, norms and the head stay as they are. Weights on disk in safetensors are quantised while they are read;
-    a GGUF file, or a model handed over in memory, layer by layer.
+    Embeddings, norms and the head stay as they are. Weights on disk in safetensors are quantised while they are read,
+    one at a time, or taken as they are where they lie quantised; a GGUF file, or a model handed over in memory, layer
+    by layer.
 
     Attributes:
         format: nf4, fp4 or int8.
@@ -62,9 +63,8 @@ class Quantization(Strategy):
         if config.model is None or is_gguf(config.model):
             # Quantised in memory: layer by layer from the host, so that the card never holds the whole 16-bit model.
             return replace(config, device=torch.device("cpu") if run.device.type == "cuda" else config.device)
-        return replace(
-            config, from_pretrained={**config.from_pretrained, "quantization_config": self._for_transformers()}
-        )
+        wanted = {**config.from_pretrained, "quantization_config": self._for_transformers()}
+        return replace(config, from_pretrained=wanted, one_by_one=run.notice)
 
     def wrap_model(self, model: nn.Module, run: Run) -> nn.Module:
         for parameter in model.parameters():
@@ -88,6 +88,8 @@ class Quantization(Strategy):
             module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
             if hasattr(module, "init_8bit_state"):
                 module.init_8bit_state = MethodType(_init_8bit_state, module)
+                if module.weight.is_meta:  # without data nobody can say which columns are outliers
+                    module.state.threshold = 0.0  # type: ignore[union-attr]
         self._report(model, run)
         # What was loaded on the host follows; a model that transformers has quantised in place refuses `to`.
         elsewhere = any(p.device.type != run.device.type for p in model.parameters())
@@ -99,10 +101,8 @@ class Quantization(Strategy):
         with torch.device("meta"):  # no memory for weights that are replaced at once
             new: Any
             if self.format == "int8":
-                # without data nobody can say which columns are outliers
-                threshold = 0.0 if linear.weight.is_meta else _OUTLIERS
                 bias = linear.bias is not None
-                new = bnb.nn.Linear8bitLt(*size, bias=bias, has_fp16_weights=False, threshold=threshold)
+                new = bnb.nn.Linear8bitLt(*size, bias=bias, has_fp16_weights=False, threshold=_OUTLIERS)
             else:
                 new = bnb.nn.Linear4bit(
                     *size,
