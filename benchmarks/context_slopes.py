@@ -3,7 +3,7 @@
     python benchmarks/context_slopes.py                # all tables: 20 minutes on two cores
     python benchmarks/context_slopes.py --only solar
 
-QLoRA (NF4, double quantised) with adapters on all linear layers, one row per step, 8-bit AdamW, bfloat16 autocast, torch's
+QLoRA (NF4, double quantised) with adapters on all linear layers, one row per step, 8-bit AdamW, bfloat16 autocast,
 flash attention. Every figure is a trace of two full steps at full depth, played to the model of PyTorch's
 allocator with expandable segments; the longest row is searched with such traces, in steps of 1,024 tokens. CUDA itself
 is given half a GiB of the card, so a card of 24 GiB has 23.5. Bytes per token are the difference between two lengths

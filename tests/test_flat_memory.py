@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
@@ -49,6 +49,6 @@ def test_memory_is_flat_to_the_byte(name: str, steps: int) -> None:
     assert len(ends) == steps
     live = [0, *accumulate(size for _, size in trace.events)]
     after = [live[end] for end in ends]
-    most = [max(live[start:end]) for start, end in zip(ends, ends[1:], strict=False)]
+    most = [max(live[start:end]) for start, end in pairwise(ends)]
     assert set(after[2:]) == {after[2]}
     assert set(most[2:]) == {most[2]}

@@ -392,7 +392,8 @@ FORMS: dict[str, Any] = {
 }
 NOT_TENSORS = {"cross_entropy.default_chunk_size", "optimizers.PerParameter", "optimizers._State"}
 # whole modules that steps of the registry's strategies run on meta, byte for byte as on a CPU (test_predictor below)
-IN_STEPS = {"chunked_layer", "dequantised", "host_memory", "offload", "tiled", "without_data"}
+IN_STEPS = {"chunked_layer", "dequantised", "fused", "fused_modules", "fused_proof", "host_memory", "offload"}
+IN_STEPS |= {"recompute", "streamed", "tiled", "without_data"}
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -434,7 +435,7 @@ def test_every_operation_of_ours_has_a_form_on_meta() -> None:
             elif module.name.startswith("lowmem.ops.") and (isinstance(value, type) or not name.startswith("_")):
                 defined.add(f"{module.name.rsplit('.', 1)[-1]}.{name}")
     assert {name for name in defined if name.split(".")[0] not in IN_STEPS} == {*FORMS, *NOT_TENSORS}
-    assert functions == {"lowmem.ops.cross_entropy", "lowmem.ops.tiled"}
+    assert functions == {f"lowmem.ops.{name}" for name in ("cross_entropy", "fused", "streamed", "tiled")}
     assert {row.key for row in PREDICTED} == set(STRATEGIES)
 
 

@@ -339,6 +339,8 @@ def test_shipped_recipes_load_and_fit_the_schema(name):
 
 def test_the_promised_recipes_are_there():
     promised = {"lora", "qlora", "dora", "full_8bit_adam", "optimizer_in_backward", "solar-10.7b-qlora-24gb"}
+    promised |= {"solar-10.7b-qlora-24gb-long", "solar-10.7b-lora-24gb"}
+    promised |= {f"llama-3.1-8b-qlora-{size}gb" for size in (8, 12, 16, 24)}
     assert promised <= set(shipped_recipes())
 
 

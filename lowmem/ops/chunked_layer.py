@@ -9,7 +9,7 @@ attention are left out. Attention itself runs over a few heads at a time where i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lowmem.environment import same_random_numbers
 from lowmem.errors import UserError
-from lowmem.ops.dequantised import unpacked_once
+from lowmem.ops.dequantised import forwards_replaced, unpacked_once
 from lowmem.ops.tiled import Slices, sliced
 
 Forward = Callable[..., Any]
@@ -174,20 +174,13 @@ def _attention(answer: Callable[..., Any]) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _left_out(widths: dict[nn.Module, int]) -> Iterator[None]:
+def _left_out(widths: dict[nn.Module, int]) -> AbstractContextManager[None]:
     """Inside, these modules return zeros, without memory, of the shape they would return."""
-    own = {module: vars(module).get("forward") for module in widths}  # where another strategy has replaced it
-    for module, width in widths.items():
-        module.forward = lambda x, *_, w=width, **__: x.new_zeros(()).expand(*x.shape[:-1], w)  # type: ignore[misc]
-    try:
-        yield
-    finally:
-        for module, forward in own.items():
-            if forward is None:
-                del module.forward
-            else:
-                module.forward = forward
+
+    def zeros(width: int) -> Forward:
+        return lambda x, *_, **__: x.new_zeros(()).expand(*x.shape[:-1], width)
+
+    return forwards_replaced({module: zeros(width) for module, width in widths.items()})
 
 
 def _cut(value: Any, length: int, start: int, part: Tensor) -> Any:

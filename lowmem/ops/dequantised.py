@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,14 +19,24 @@ def unpacked_once(module: nn.Module) -> Iterator[None]:
 
     The product is `linear(x, weight)` in the layer's compute dtype, as bitsandbytes' own backward takes it.
     """
-    layers = [m for m in module.modules() if isinstance(m, _linear_4bit())]
-    for layer in layers:
-        layer.forward = _unpacking(layer)
+    with forwards_replaced({m: _unpacking(m) for m in module.modules() if isinstance(m, _linear_4bit())}):
+        yield
+
+
+@contextmanager
+def forwards_replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Inside, modules have other forwards; afterwards those they had, be it from another strategy."""
+    own = {module: vars(module).get("forward") for module in forwards}
+    for module, forward in forwards.items():
+        module.forward = forward  # type: ignore[method-assign]
     try:
         yield
     finally:
-        for layer in layers:
-            del layer.forward
+        for module, before in own.items():
+            if before is None:
+                del module.forward
+            else:
+                module.forward = before  # type: ignore[method-assign]
 
 
 def _linear_4bit() -> Any:

@@ -194,20 +194,22 @@ class DiskShelf:
         self._end = 0
 
     def put(self, tensor: Tensor) -> _Place:
-        """Copy to the host at once, and to the disk beside the computation."""
+        """Copy to the host at once (on a CPU it is there), and to the disk beside the computation."""
         size = tensor.numel() * tensor.element_size()
         place = _Place(self, size)
         if self._file is not None:
             while len(self._writing) >= _WAITING:  # a slow disk slows the run down; it does not fill the memory
                 self._writing.popleft().result()
-            data = tensor.to("cpu", copy=True).contiguous()
+            data = [tensor.cpu().contiguous()]  # a list, so that the thread can let go before it says that it is done
             place.writing = self._thread.submit(self._write, place.offset, data)
             self._writing.append(place.writing)
         self.written_bytes += size
         return place
 
     def settle(self, ticket: _Place) -> None:
-        """The copy on the host is complete already."""
+        """The copy on the host is complete already; on a CPU it is the tensor itself."""
+        if self.device.type == "cpu" and ticket.writing is not None:
+            ticket.writing.result()
 
     def begin(self, ticket: _Place, like: Tensor) -> tuple[Tensor, Future[Tensor] | None]:
         """Read beside the computation; the thread does one thing after the other, so what is read has been written."""
@@ -220,8 +222,8 @@ class DiskShelf:
         tensor, reading = started
         return tensor if reading is None else tensor.copy_(reading.result())
 
-    def _write(self, offset: int, data: Tensor) -> None:
-        view = _bytes(data)
+    def _write(self, offset: int, data: list[Tensor]) -> None:
+        view = _bytes(data.pop())
         written = 0
         while written < len(view):
             written += os.pwrite(self._file.fileno(), view[written : written + 2**30], offset + written)
