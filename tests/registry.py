@@ -126,10 +126,13 @@ REFUSED: dict[frozenset[str], tuple[str, ...]] = {
         for row in ("checkpointing-2-offload", "checkpointing-disk", "checkpointing-keep", "checkpointing-budget")
     },
     frozenset({"streamed-weights", "compile"}): ("forward to do nothing but compute", "takes that away"),
-    frozenset({"streamed-weights", "checkpointing-every-2nd"}): (
-        "every block to be recomputed",
-        "gradient_checkpointing of every layer",
-    ),
+    **{
+        frozenset({"streamed-weights", row}): (
+            "every block to be recomputed",
+            "gradient_checkpointing of every layer",
+        )
+        for row in ("checkpointing-every-2nd", "checkpointing-keep", "checkpointing-budget")
+    },
     frozenset({"chunked-layers", "compile"}): ("forward to do nothing but compute", "takes that away"),
     frozenset({"fused_kernels", "compile"}): (
         "forward to do nothing but compute",

@@ -103,7 +103,8 @@ class GradientCheckpointing(Strategy):
 
     @property
     def provides(self) -> frozenset[Trait]:
-        every = self.every_n_layers == 1 and self.budget is None
+        # beside keep, layers that bring their weights along would run other operations the second time
+        every = self.every_n_layers == 1 and self.budget is None and self.keep is None
         return frozenset({Trait.RECOMPUTE}) if every else frozenset()
 
     @property

@@ -33,7 +33,7 @@ class StreamedWeights(Strategy):
     saves: ClassVar[str] = "frozen layer weights on the card: those of two layers instead of all"
     costs: ClassVar[str] = "every layer's weights cross the bus twice a pass; the host holds them"
     period = 1
-    remedy: ClassVar[str] = "use it with gradient_checkpointing of every layer, and without compile"
+    remedy: ClassVar[str] = "use it with gradient_checkpointing of every layer, and without keep, budget and compile"
 
     pinned_memory: str | None = None
     _streamer: Streamer | None = field(default=None, init=False, repr=False, compare=False)
