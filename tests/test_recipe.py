@@ -330,7 +330,7 @@ def test_names_of_strategies_are_their_keys():
 
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_shipped_recipes_load_and_fit_the_schema(name):
-    recipe = load_recipe(name, check_files=not name.startswith("solar"))
+    recipe = load_recipe(name, check_files=not name.startswith(("solar", "llama")))
     assert recipe.strategies
     text = find_recipe(name).read_text(encoding="utf-8")
     jsonschema.validate(parse_yaml(text, name).value, json_schema(), jsonschema.Draft202012Validator)
