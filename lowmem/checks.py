@@ -15,7 +15,7 @@ from lowmem.data import TokenizedDataset
 from lowmem.data.chunks import check_tokens
 from lowmem.data.stream import TokenStream
 from lowmem.errors import UserError
-from lowmem.model import learned_positions
+from lowmem.model import learned_positions, unwrapped
 from lowmem.run import Run
 
 _UPDATES_TO_JUDGE = 10  # a tensor that has not moved by then is worth a remark
@@ -60,11 +60,14 @@ def require_trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     """Name -> parameter of all that is trained, tied weights once.
 
     Raises:
-        UserError: nothing is trainable.
+        UserError: nothing is trainable, or the attention kernel has no backward on the model's device.
     """
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trainable:
         raise UserError("model: no parameter is trainable; unfreeze some, or add the strategy lora")
+    kernel = getattr(getattr(unwrapped(model), "config", None), "_attn_implementation", None)
+    if kernel == "flex_attention" and any(p.device.type == "cpu" for p in trainable.values()):
+        raise UserError("model.attn_implementation: flex_attention has no backward on a CPU; use sdpa or eager")
     return trainable
 
 

@@ -13,8 +13,8 @@ from safetensors import SafetensorError
 from torch import nn
 
 from lowmem.config import LoadConfig, ModelConfig
+from lowmem.embeddings import add_rows_for
 from lowmem.errors import UserError
-from lowmem.model import add_rows_for
 from lowmem.stored_quantization import prepare
 
 # what a tokenizer leaves in a folder

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from lowmem.adapter_layers import AdapterLayers
 from lowmem.base_weights import Weights, open_weights
 from lowmem.config import LoadConfig
+from lowmem.embeddings import embedding_names, extend_rows
 from lowmem.errors import UserError
 from lowmem.loading import load_model_config, model_without_data, weights_place
-from lowmem.model import blocks, embedding_names, extend_rows, linears
+from lowmem.model import blocks, linears
 from lowmem.probe import probe_merge
 from lowmem.run import Run, pick_device
 from lowmem.run_folder import RunFolder, load_tokenizer_of

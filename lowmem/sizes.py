@@ -6,6 +6,7 @@ import re
 
 from lowmem.errors import UserError
 
+GIB = 1024**3
 _UNITS = {"": 1, "b": 1}
 _UNITS |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)}
 _UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)}
@@ -23,3 +24,10 @@ def parse_size(text: int | str, option: str) -> int:
     if size < 1:
         raise UserError(f"{option}: a size such as 24GiB (1024s), 24GB (1000s) or bytes; got {text}")
     return size
+
+
+def gib(size: float | None) -> str:
+    """Bytes in GiB, small sizes in MiB."""
+    if size is None:
+        return "-"
+    return f"{size / GIB:,.2f} GiB" if size >= GIB / 10 else f"{size / 1024**2:,.2f} MiB"

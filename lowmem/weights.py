@@ -12,8 +12,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from lowmem.embeddings import embedding_names, new_token_ids, resize_embeddings
 from lowmem.errors import UserError
-from lowmem.model import embedding_names, new_token_ids, resize_embeddings, unwrapped
+from lowmem.model import unwrapped
 
 
 def save_pretrained(model: nn.Module, tokenizer: Any, folder: Path) -> None:

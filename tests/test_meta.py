@@ -393,6 +393,7 @@ FORMS: dict[str, Any] = {
 NOT_TENSORS = {"cross_entropy.default_chunk_size", "optimizers.PerParameter", "optimizers._State"}
 # whole modules that steps of the registry's strategies run on meta, byte for byte as on a CPU (test_predictor below)
 IN_STEPS = {"chunked_layer", "dequantised", "fused", "fused_modules", "fused_proof", "host_memory", "offload"}
+OPERATIONS_OF_OURS = ("cross_entropy", "dequantised", "fused", "streamed", "tiled")  # modules of autograd functions
 IN_STEPS |= {"recompute", "streamed", "tiled", "without_data"}
 
 
@@ -435,7 +436,7 @@ def test_every_operation_of_ours_has_a_form_on_meta() -> None:
             elif module.name.startswith("lowmem.ops.") and (isinstance(value, type) or not name.startswith("_")):
                 defined.add(f"{module.name.rsplit('.', 1)[-1]}.{name}")
     assert {name for name in defined if name.split(".")[0] not in IN_STEPS} == {*FORMS, *NOT_TENSORS}
-    assert functions == {f"lowmem.ops.{name}" for name in ("cross_entropy", "fused", "streamed", "tiled")}
+    assert functions == {f"lowmem.ops.{name}" for name in OPERATIONS_OF_OURS}
     assert {row.key for row in PREDICTED} == set(STRATEGIES)
 
 

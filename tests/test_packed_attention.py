@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_llama
+from conftest import make_llama, make_trainer
 from torch.nn.attention.flex_attention import BlockMask
+
+from lowmem import LoRA, UserError
 
 
 @pytest.mark.slow  # compiles for the CPU, which takes a quarter of a minute; there is no backward on a CPU
@@ -27,3 +29,11 @@ def test_flex_attention_keeps_packed_samples_apart_without_a_full_mask() -> None
         packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits
     assert isinstance(masks[-1], BlockMask)
     torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-5)
+
+
+def test_flex_attention_cannot_be_trained_on_a_cpu() -> None:
+    """torch has no backward of it there, and would say so in the middle of the first step."""
+    with pytest.raises(
+        UserError, match="attn_implementation: flex_attention has no backward on a CPU; use sdpa or eager"
+    ):
+        make_trainer([LoRA(r=2)], model=make_llama(attn_implementation="flex_attention"))

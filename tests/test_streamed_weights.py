@@ -89,6 +89,14 @@ MIXES: dict[str, tuple[dict[str, Any], Any]] = {
         {"target_modules": ["q_proj"]},
         lambda: [Quantization(format="int8"), GradientCheckpointing(), TiledMLP(tile_size=16)],
     ),
+    "int8-dora": (
+        {"use_dora": True},
+        lambda: [Quantization(format="int8"), GradientCheckpointing(), TiledMLP(tile_size=16)],
+    ),
+    "nf4-few-sliced": (
+        {"target_modules": ["q_proj"]},
+        lambda: [Quantization(), GradientCheckpointing(), ChunkedLayers(chunk_size=16)],
+    ),
     "packed": ({}, lambda: [GradientCheckpointing(), Packing(), GradientAccumulation(), EMA(decay=0.9)]),
 }
 

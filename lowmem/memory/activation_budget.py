@@ -18,13 +18,13 @@ from lowmem.memory.meter import tensors_by_category
 from lowmem.memory.trace import Trace
 from lowmem.model import blocks
 from lowmem.run import Run, device_kind
+from lowmem.sizes import gib
 
 if TYPE_CHECKING:
     from lowmem.memory.subject import Subject
     from lowmem.strategies.checkpointing import GradientCheckpointing, Layout
     from lowmem.trainer import Trainer
 
-GIB = 1024**3
 ALL = 10**9  # layers: more than a model has
 
 
@@ -114,7 +114,7 @@ def _too_little(
     numbers = subject.training
     return (
         f"gradient_checkpointing.budget: {strategy.budget} is not enough for the {len(again)} layers of a micro-batch "
-        f"of rows of {numbers.max_length:,} tokens, which hold at least {size(least)} ({least:,} bytes); {remedy}"
+        f"of rows of {numbers.max_length:,} tokens, which hold at least {gib(least)} ({least:,} bytes); {remedy}"
     )
 
 
@@ -126,14 +126,9 @@ def _words(layout: Layout, held: list[Held]) -> str:
         (layers - whole - layout.offloaded, held[layout.offloaded : layers - whole], "recompute"),
         (layout.offloaded, held[: layout.offloaded], "recompute from offloaded inputs"),
     ]
-    total = size(sum(h.all for h in held))
-    shown = ", ".join(f"{number} {what} ({size(sum(h.all for h in of))})" for number, of, what in parts if number)
+    total = gib(sum(h.all for h in held))
+    shown = ", ".join(f"{number} {what} ({gib(sum(h.all for h in of))})" for number, of, what in parts if number)
     return f"of {layers} layers {shown}; together {total}"
-
-
-def size(number: int) -> str:
-    """Bytes for people."""
-    return f"{number / GIB:.2f} GiB" if number >= GIB / 10 else f"{number / 1024**2:.2f} MiB"
 
 
 # -- following --------------------------------------------------------------------------------------------------------

@@ -10,12 +10,12 @@ import torch
 from lowmem.batches import Cursor, make_cursor
 from lowmem.durable import write_text
 from lowmem.errors import UserError
-from lowmem.memory.guard import gib
 from lowmem.memory.meter import Ledger, ledger_of
 from lowmem.memory.timeline import COMPARISON
 from lowmem.memory.trace import Trace
 from lowmem.memory.worst_batch import Lengths
 from lowmem.observers import Event
+from lowmem.sizes import gib
 
 if TYPE_CHECKING:
     from lowmem.trainer import Trainer

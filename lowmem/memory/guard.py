@@ -27,13 +27,13 @@ from lowmem.memory.remedies import Remedy, needed_bytes, remedies
 from lowmem.memory.subject import Subject, model_config
 from lowmem.memory.trace import Trace
 from lowmem.memory.worst_batch import Lengths, WorstBatches, heaviest, longest_eval_batch, worst_batches
+from lowmem.sizes import gib
 from lowmem.strategy import Strategy
 
 if TYPE_CHECKING:
     from lowmem.trainer import Trainer
 
 MemoryCheck = Literal["off", "warn", "refuse"]
-GIB = 1024**3
 _SURELY = 0.8  # of what is free: a bound below passes without a prediction
 _STEP = ("at rest", "forward", "backward", "step")  # phases that every optimizer step has
 _TOLERANCE = 0.03  # of what is predicted
@@ -255,8 +255,3 @@ def remedy_lines(found: Sequence[Remedy], *, fitting: bool) -> list[str]:
         lines.append("  nothing tried is enough: a shorter training.max_length, a smaller model, or a larger card")
     others = [f"{remedy.words} saves {gib(remedy.saved)}" for remedy in found if not remedy.fits]
     return lines + ([f"  {'not enough alone' if enough else 'would help'}: {'; '.join(others)}"] if others else [])
-
-
-def gib(size: int) -> str:
-    """Bytes for people."""
-    return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / 1024**2:.2f} MiB"

@@ -14,6 +14,7 @@ from torch import nn
 
 from lowmem.config import DataConfig, LoadConfig, ModelConfig, TrainingConfig
 from lowmem.data import prompts_and_answers
+from lowmem.embeddings import resize_embeddings
 from lowmem.errors import UserError
 from lowmem.loading import is_gguf, load_tokenizer, model_without_data
 from lowmem.memory.load import META, load_without_data
@@ -24,7 +25,7 @@ from lowmem.memory.shapes import find_config
 from lowmem.memory.trace import Trace
 from lowmem.memory.twin import pattern_of, with_layers, without_data
 from lowmem.memory.work import Work
-from lowmem.model import blocks, resize_embeddings
+from lowmem.model import blocks
 from lowmem.run import Run
 from lowmem.strategies import with_defaults
 from lowmem.strategy import Stage, Strategy, resolve, traits

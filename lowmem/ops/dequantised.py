@@ -1,9 +1,10 @@
-"""4-bit weights that are unpacked once for several products, then let go."""
+"""Other ways of multiplying by 4-bit weights: unpacked once for several products, or kept by none for backward."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,14 @@ def unpacked_once(module: nn.Module) -> Iterator[None]:
 
     The product is `linear(x, weight)` in the layer's compute dtype, as bitsandbytes' own backward takes it.
     """
-    with forwards_replaced({m: _unpacking(m) for m in module.modules() if isinstance(m, _linear_4bit())}):
+    with forwards_replaced({layer: _unpacking(layer) for layer in _linears_4bit(module)}):
+        yield
+
+
+@contextmanager
+def looked_up(module: nn.Module) -> Iterator[None]:
+    """Inside, no 4-bit linear layer keeps a reference to its weight for backward, which takes the one that is there."""
+    with forwards_replaced({layer: partial(_product, layer) for layer in _linears_4bit(module)}):
         yield
 
 
@@ -39,8 +47,8 @@ def forwards_replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Itera
                 module.forward = before  # type: ignore[method-assign]
 
 
-def _linear_4bit() -> Any:
-    return import_bitsandbytes().nn.Linear4bit
+def _linears_4bit(module: nn.Module) -> list[nn.Module]:
+    return [m for m in module.modules() if isinstance(m, import_bitsandbytes().nn.Linear4bit)]
 
 
 def _unpacking(layer: Any) -> Callable[[Tensor], Tensor]:
@@ -60,3 +68,33 @@ def _unpacking(layer: Any) -> Callable[[Tensor], Tensor]:
             return F.linear(inputs.to(dtype), weight, bias).to(inputs.dtype)
 
     return forward
+
+
+def _product(layer: Any, inputs: Tensor) -> Tensor:
+    """As `Linear4bit.forward` (bitsandbytes 0.50)."""
+    dtype = layer.compute_dtype or inputs.dtype
+    bias = None if layer.bias is None else layer.bias.to(dtype)
+    found: Tensor = _Product.apply(inputs.to(dtype), bias, layer)  # type: ignore[no-untyped-call]
+    return found.to(inputs.dtype)
+
+
+class _Product(torch.autograd.Function):
+    """bitsandbytes' `MatMul4Bit`, whose weight is looked up in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, bias: Tensor | None, layer: Any) -> Tensor:
+        ctx.layer = layer
+        weight = layer.weight
+        found: Tensor = import_bitsandbytes().matmul_4bit(inputs, weight, bias=bias, quant_state=weight.quant_state)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        weight = ctx.layer.weight
+        of_inputs = of_bias = None
+        if ctx.needs_input_grad[1]:
+            of_bias = grad.flatten(0, -2).sum(0)
+        if ctx.needs_input_grad[0]:
+            unpacked = import_bitsandbytes().functional.dequantize_4bit(weight.data.view(-1, 1), weight.quant_state)
+            of_inputs = torch.matmul(grad, unpacked.to(grad.dtype))
+        return of_inputs, of_bias, None

@@ -22,8 +22,7 @@ it; bitsandbytes' product in 4 bits, which would keep the first visit's copy unt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from lowmem.errors import UserError
-from lowmem.libraries import import_bitsandbytes
+from lowmem.ops.dequantised import looked_up
 from lowmem.ops.host_memory import HostPool
 from lowmem.ops.without_data import called
 
@@ -237,7 +236,6 @@ def visiting(
         number: which one it is.
         streamer: who brings them.
     """
-    packed = [m for m in block.modules() if type(m).__name__ == "Linear4bit" and hasattr(m, "compute_dtype")]
 
     def visited(*args: Any, **kwargs: Any) -> Any:
         streamer().enter(number)
@@ -246,7 +244,7 @@ def visiting(
             streamer().leave(number)
             return output
         saved = _Saved.apply(torch.empty(0, requires_grad=True)).grad_fn  # type: ignore[no-untyped-call]
-        with _looking_up(packed):
+        with looked_up(block):
             output = forward(*args, **kwargs)
         if _way() == "forth":
             _ask_first(output if isinstance(output, tuple | list) else (output,), saved)
@@ -280,51 +278,6 @@ class _Saved(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> None:
         raise AssertionError("nothing depends on the marker")
-
-
-# -- 4 bits -----------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _looking_up(layers: Sequence[Any]) -> Iterator[None]:
-    """Inside, 4-bit linear layers keep no reference to their weight for backward."""
-    for layer in layers:
-        layer.forward = lambda inputs, layer=layer: _product(layer, inputs)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            vars(layer).pop("forward", None)  # who replaced it meanwhile may have taken it away
-
-
-def _product(layer: Any, inputs: Tensor) -> Tensor:
-    """As `Linear4bit.forward` (bitsandbytes 0.50)."""
-    dtype = layer.compute_dtype or inputs.dtype
-    bias = None if layer.bias is None else layer.bias.to(dtype)
-    found: Tensor = _Product.apply(inputs.to(dtype), bias, layer)  # type: ignore[no-untyped-call]
-    return found.to(inputs.dtype)
-
-
-class _Product(torch.autograd.Function):
-    """bitsandbytes' `MatMul4Bit`, whose weight is looked up in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, inputs: Tensor, bias: Tensor | None, layer: Any) -> Tensor:
-        ctx.layer = layer
-        weight = layer.weight
-        found: Tensor = import_bitsandbytes().matmul_4bit(inputs, weight, bias=bias, quant_state=weight.quant_state)
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        weight = ctx.layer.weight
-        of_inputs = of_bias = None
-        if ctx.needs_input_grad[1]:
-            of_bias = grad.flatten(0, -2).sum(0)
-        if ctx.needs_input_grad[0]:
-            unpacked = import_bitsandbytes().functional.dequantize_4bit(weight.data.view(-1, 1), weight.quant_state)
-            of_inputs = torch.matmul(grad, unpacked.to(grad.dtype))
-        return of_inputs, of_bias, None
 
 
 def require_frozen(blocks: Sequence[nn.Module]) -> None:

@@ -10,10 +10,11 @@ from typing import Any
 
 from lowmem.errors import UserError
 from lowmem.report.charts import Chart, Series, line_chart
-from lowmem.report.facts import GIB, duration, flat, gib, measured, percent, setting_text
+from lowmem.report.facts import duration, flat, measured, percent, setting_text
 from lowmem.report.html import Html, document, esc, paragraph, section, table
 from lowmem.report.read import RunRecord, read_run
 from lowmem.report.scale import number
+from lowmem.sizes import GIB, gib
 
 MOST = 10
 _RAW_UP_TO = 3  # runs; the noise of more of them hides their means

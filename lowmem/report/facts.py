@@ -15,8 +15,6 @@ from lowmem.json_schema import plain
 from lowmem.report.read import RunRecord
 from lowmem.schema import InvalidValueError, build
 
-GIB = 1024**3
-
 
 @dataclass(frozen=True)
 class StrategyRow:
@@ -119,13 +117,6 @@ def duration(seconds: float | None) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d} h" if hours else f"{minutes}:{rest:02d} min"
-
-
-def gib(size: float | None) -> str:
-    """Bytes in GiB, small sizes in MiB."""
-    if size is None:
-        return "-"
-    return f"{size / GIB:,.2f} GiB" if size >= GIB / 10 else f"{size / 1024**2:,.2f} MiB"
 
 
 def percent(share: float | None) -> str:

@@ -7,10 +7,11 @@ from pathlib import Path
 
 from lowmem.durable import write_text
 from lowmem.report import sections
-from lowmem.report.facts import duration, gib, measured, percent
+from lowmem.report.facts import duration, measured, percent
 from lowmem.report.html import Html, document, esc
 from lowmem.report.read import RunRecord, read_run
 from lowmem.report.scale import number
+from lowmem.sizes import gib
 from lowmem.version import __version__
 
 FILE = "report.html"

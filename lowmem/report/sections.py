@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from lowmem.report.charts import Chart, Series, area_chart, line_chart
-from lowmem.report.facts import GIB, gib, setting_text, strategy_rows
+from lowmem.report.facts import setting_text, strategy_rows
 from lowmem.report.html import Html, esc, paragraph, section, table
 from lowmem.report.read import RunRecord
 from lowmem.report.scale import number
 from lowmem.report.thin import Point
+from lowmem.sizes import GIB, gib
 
 _DRAWN = {"loss", "learning_rate", "grad_norm", "tokens_per_second"}
 _COUNTERS = {"step", "epoch", "seconds", "tokens", "supervised_tokens", "event", "skipped"}

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from lowmem.adalora import AdaLoRALoop
 from lowmem.adapters import put_on, require_modules, require_wide_modules, without_input_casts
 from lowmem.config import LoadConfig
+from lowmem.embeddings import embedding_names, new_token_ids
 from lowmem.errors import UserError
 from lowmem.libraries import import_bitsandbytes
 from lowmem.loss import count
 from lowmem.memory.meta_adapters import UNPREDICTABLE
-from lowmem.model import adaptable, embedding_names, new_token_ids
+from lowmem.model import adaptable
 from lowmem.peft_methods import (
     FLOAT32_TABLES,
     IN_CACHE,

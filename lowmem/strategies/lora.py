@@ -19,17 +19,10 @@ from lowmem.adapters import (
     without_input_casts,
 )
 from lowmem.config import LoadConfig
+from lowmem.embeddings import embedding_names, new_token_ids, ties_embeddings
 from lowmem.errors import UserError
 from lowmem.libraries import import_bitsandbytes
-from lowmem.model import (
-    adaptable,
-    embedding_names,
-    fused_experts,
-    linears,
-    new_token_ids,
-    ties_embeddings,
-    unwrapped,
-)
+from lowmem.model import adaptable, fused_experts, linears, unwrapped
 from lowmem.run import Run
 from lowmem.strategy import ForwardBackward, Stage, Strategy, Trait
 from lowmem.weights import load_weights

@@ -146,11 +146,13 @@ class Quantization(Strategy):
 
 
 def _init_8bit_state(linear: Any) -> None:
-    """bitsandbytes' own, but a weight that has lost its scales does not take away the layer's.
+    """bitsandbytes' own, but a weight that has lost its scales does not take away the layer's, and its bytes are those
+    that it has now.
 
-    On a CPU, peft's DoRA renews the weight at every pass (peft 0.21, `dequantize_module_weight`), without its scales.
+    On a CPU, peft's DoRA renews the weight at every pass (peft 0.21, `dequantize_module_weight`), without its scales;
+    since then the weight may have been moved (`streamed_weights`), which what it remembers as `CB` does not follow.
     """
-    linear.state.CB = linear.weight.CB
+    linear.state.CB = linear.weight.data
     if linear.weight.SCB is not None:
         linear.state.SCB = linear.weight.SCB
     linear.weight.CB = linear.weight.SCB = None
