@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from lowmem.memory.rule_of_thumb import estimate_memory_usage
     from lowmem.observers import Event, Observer
     from lowmem.strategies import (
+        DDP,
         EMA,
+        FSDP2,
         AdamW,
         AdamW8bit,
         Adapter,
@@ -69,6 +71,8 @@ _HOME = {
             "RetryOnOOM",
             "StreamedWeights",
             "TiledMLP",
+            "DDP",
+            "FSDP2",
         ),
         "strategies",
     ),
@@ -109,6 +113,8 @@ __all__ = [  # noqa: RUF022 - the order is the reader's: the trainer, the number
     "RetryOnOOM",
     "StreamedWeights",
     "TiledMLP",
+    "DDP",
+    "FSDP2",
     "__version__",
 ]
 

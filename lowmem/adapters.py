@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lowmem.config import ModelConfig
 from lowmem.errors import UserError
 from lowmem.run import Run
+from lowmem.sharded import local
 from lowmem.strategy import ForwardBackward, Sample, Trait
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -26,11 +27,15 @@ TAKEN_OVER = ("r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora",
 
 @torch.no_grad()
 def empty_adapters(model: nn.Module) -> tuple[list[str], int]:
-    """The trained adapters whose second matrix is all zero, so that they add nothing, and how many there are in all."""
-    outputs = {n: p for n, p in model.named_parameters() if p.requires_grad and _is_second(n)}
+    """The trained adapters whose second matrix is all zero, so that they add nothing, and how many there are in all.
+
+    Of matrices that are cut among ranks, this rank's part counts.
+    """
+    trained = {n: local(p) for n, p in model.named_parameters() if p.requires_grad and _is_second(n)}
+    outputs = {name: part for name, part in trained.items() if part.numel()}
     if not outputs:
         return [], 0
-    largest = torch.stack([m.float() for m in torch._foreach_norm(list(outputs.values()), math.inf)])  # type: ignore[arg-type]
+    largest = torch.stack([m.float() for m in torch._foreach_norm(list(outputs.values()), math.inf)])
     return [name for name, size in zip(outputs, largest.tolist(), strict=True) if size == 0], len(outputs)
 
 

@@ -82,6 +82,8 @@ class ExactMatch:
         batch_size: prompts answered at once.
     """
 
+    on_every_rank = True  # all ranks answer together, as each may hold a part of the model
+
     def __init__(self, source: str, batch_size: int = 100) -> None:
         self.source = source
         self.batch_size = batch_size
@@ -104,7 +106,9 @@ class ExactMatch:
         folder = event.trainer.books.folder
         kept = folder / "answers_before.json" if folder else None
         rows = hashlib.sha256(json.dumps(self.pairs, default=str).encode()).hexdigest()
-        if kept and kept.is_file():
+        there = kept is not None and kept.is_file()
+        event.trainer.world.wait()  # before it is written
+        if kept and there:
             found = json.loads(kept.read_text(encoding="utf-8"))
             if not isinstance(found, dict) or found["rows"] != rows:
                 raise UserError(
@@ -115,7 +119,7 @@ class ExactMatch:
         if event.metrics["step"]:
             raise UserError("data.exact_match: the resumed run has no answers_before.json, made before its first step")
         answers = self._answer(event.trainer, "before")
-        if kept:
+        if kept and event.trainer.world.is_main:
             write_text(kept, json.dumps({"rows": rows, "answers": answers}, ensure_ascii=False, indent=1))
         return answers
 
@@ -135,7 +139,7 @@ class ExactMatch:
             for (prompt, _), reference, before, answer in zip(self.pairs, references, self.before, after, strict=True)
         ]
         trainer.result["samples"] = answers[:3]
-        if folder := trainer.books.folder:
+        if (folder := trainer.books.folder) and trainer.world.is_main:
             lines = [json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers]
             (folder / "answers.jsonl").write_text("".join(lines), encoding="utf-8")
 

@@ -57,22 +57,25 @@ class Bookkeeping:
         Raises:
             UserError: there is nothing to resume from, another process trains in the folder, or memory has run out.
         """
-        seed_everything(self.numbers.seed)
+        world = self.trainer.world
+        seed_everything(self.numbers.seed + world.place("data"))  # other rows, other dropout
         self.trainer.run.stopped, self.cut_evaluation, lock = None, False, None
         wanted = Path(self.numbers.output_dir) if self.numbers.output_dir else None
         source = resume.find(resume_from, wanted) if resume_from else None
         self.folder = source.folder if wanted and source else None
-        if self.folder:
+        world.wait()  # until all have looked, and nothing new lies there
+        if world.is_main and self.folder:
             lock = durable.Lock(self.folder)
-        elif wanted:
+        elif world.is_main and wanted:
             self.folder, lock = resume.fresh_folder(wanted)
+        self.folder = world.from_main(self.folder)
         try:
             if lock and lock.notice:
                 self.trainer.run.notice(lock.notice)
             with explained(self.trainer):
                 if source:
                     self._resume(source)
-                if self.folder:
+                if self.folder and world.is_main:
                     durable.write_text(self.folder / "recipe.yaml", dump_yaml(self.settings()))
                     self._write("versions.json", versions())
                 self._report_data()
@@ -133,15 +136,21 @@ class Bookkeeping:
         if self.folder:
             trainer.result["output_dir"] = str(self.folder)
         if self.folder and not interrupted:
-            needed = sum(p.nbytes for p in trainer.run.trainable.values())
-            with durable.new_folder(self.folder / "model", needed) as partial:
-                trainer.save_model(partial)
+            self._save_result(self.folder / "model")
         if not interrupted:
             trainer.emit("finish")
         trainer.result["seconds"] = time.perf_counter() - trainer.started
-        if self.folder:
+        if self.folder and trainer.world.is_main:
             self._write("result.json", trainer.result)
         trainer.emit("end", step=trainer.run.global_step, **trainer.result)
+
+    def _save_result(self, place: Path) -> None:
+        needed = sum(p.nbytes for p in self.trainer.run.trainable.values())
+        if not self.trainer.world.is_main:
+            self.trainer.save_model(place)  # gives rank 0 what is here, and writes nothing
+            return
+        with durable.new_folder(place, needed) as partial:
+            self.trainer.save_model(partial)
 
     def _load_best(self, folder: Path, loss: float, step: int) -> None:
         try:
@@ -199,15 +208,18 @@ class Bookkeeping:
                 self.trainer.emit("data", split=split, lines=dataset.report.lines())
 
     def _resume(self, source: resume.Source) -> None:
-        if self.folder:
+        world = self.trainer.world
+        if self.folder and world.is_main:
             for text in durable.sweep(self.folder):
                 self.trainer.emit("status", text=f"resume: {text}")
+        world.wait()
         path, record = resume.load(source, self.trainer.load_checkpoint)
         self._restore(record)
-        if self.folder:
+        self.last_save = path if self.folder else None
+        world.wait()
+        if self.folder and world.is_main:
             source.notices += resume.set_aside(self.folder, record["step"])
             resume.trim_metrics(self.folder / "metrics.jsonl", record["step"])
-            self.last_save = path
             self._rotate(self.folder)  # which a kill may have prevented
         for notice in source.notices:
             self.trainer.run.notice(notice)
@@ -280,7 +292,8 @@ class Bookkeeping:
         path = folder / f"checkpoint-{step:06d}"
         self.trainer.save_checkpoint(path)
         self.last_save = path
-        self._rotate(folder)
+        if self.trainer.world.is_main:
+            self._rotate(folder)
         self._append("save", {"step": step, "path": str(path)})
         self.trainer.emit("save", step=step, path=str(path))
 
@@ -298,7 +311,7 @@ class Bookkeeping:
         return self.folder / f"checkpoint-{best[1]:06d}"
 
     def _append(self, kind: str, line: dict[str, Any]) -> None:
-        if self.folder:
+        if self.folder and self.trainer.world.is_main:
             run_log.append(self.folder / "metrics.jsonl", {"event": kind, **line})
 
     def _write(self, name: str, content: dict[str, Any]) -> None:

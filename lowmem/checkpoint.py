@@ -12,31 +12,30 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lowmem.durable import MANIFEST, DamagedError, new_folder, remove, verify
 from lowmem.errors import UserError
+from lowmem.run import Run
+from lowmem.sharded import copy_whole, gathered
 from lowmem.strategy import Stage, Strategy
-from lowmem.weights import load_weights, save_weights
+from lowmem.weights import complete_state, load_weights, save_weights
+from lowmem.world import World
 
 _NAME = re.compile(r"checkpoint-(\d+)")
 _AT_ONCE = 2**26  # bytes of optimizer state that are mapped into memory together
 
 
 def save(
-    folder: Path,
-    model: nn.Module,
-    trainable: Mapping[str, nn.Parameter],
-    optimizer: Optimizer,
-    strategies: Sequence[Strategy],
-    record: Mapping[str, Any],
+    folder: Path, run: Run, optimizer: Optimizer, strategies: Sequence[Strategy], record: Mapping[str, Any]
 ) -> None:
-    """Write a checkpoint so that `folder` either is whole or does not exist.
+    """Write a checkpoint so that `folder` either is whole or does not exist. All ranks must ask; rank 0 writes.
 
     Args:
         folder: `.../checkpoint-000120`; one that lies there is replaced.
-        model: its trainable weights are saved (adapter files for peft).
-        trainable: name -> parameter; the optimizer's state is stored under these names.
+        run: its model's trainable weights are saved (adapter files for peft), and the optimizer's state under the names
+            of its trainable parameters.
         optimizer: `state` holds every parameter that has been stepped.
         strategies: each with what it must remember and its settings.
         record: plain values: step, data cursor, scheduler, versions.
@@ -44,27 +43,42 @@ def save(
     Raises:
         UserError: the disk is full or refuses; nothing half-made is left, and other checkpoints are untouched.
     """
-    states = {name: dict(optimizer.state[p]) for name, p in trainable.items() if p in optimizer.state}
-    remembered = {s.name: s.state_dict() for s in strategies}
-    needed = sum(t.nbytes for t in [*_tensors(states), *_tensors(remembered), *trainable.values()])
-    with new_folder(folder, needed, sealed=True) as partial:
-        save_weights(model, partial)
-        _save(states, partial / "optimizer.pt")
-        _save(remembered, partial / "strategies.pt")
-        _save(_rng_state(), partial / "rng.pt")
-        text = json.dumps({**record, "strategies": _described(strategies)}, indent=1, default=str)
-        (partial / "trainer.json").write_text(text, encoding="utf-8")
-    verify_checkpoint(folder, contents=False)
+    assert run.model is not None
+    world, trainable = run.world, run.trainable
+    weights = complete_state(run.model, world)
+    states = gathered({n: dict(optimizer.state[p]) for n, p in trainable.items() if p in optimizer.state}, world)
+    remembered = gathered({s.name: s.state_dict() for s in strategies}, world)
+    generators = world.from_all(_rng_state())
+    if world.is_main:
+        needed = sum(t.nbytes for t in [*_tensors(states), *_tensors(remembered), *(weights or trainable).values()])
+        with new_folder(folder, needed, sealed=True) as partial:
+            _write(partial, run.model, weights, states, remembered, generators, strategies, record)
+        verify_checkpoint(folder, contents=False)
+    world.wait()
+
+
+def _write(
+    partial: Path,
+    model: nn.Module,
+    weights: dict[str, Tensor] | None,
+    states: Mapping[str, Any],
+    remembered: Mapping[str, Any],
+    generators: list[dict[str, Any]],
+    strategies: Sequence[Strategy],
+    record: Mapping[str, Any],
+) -> None:
+    save_weights(model, partial, weights)
+    _save(states, partial / "optimizer.pt")
+    _save(remembered, partial / "strategies.pt")
+    _save(generators[0] | ({"other_ranks": generators[1:]} if generators[1:] else {}), partial / "rng.pt")
+    text = json.dumps({**record, "strategies": _described(strategies)}, indent=1, default=str)
+    (partial / "trainer.json").write_text(text, encoding="utf-8")
 
 
 def load(
-    folder: Path,
-    model: nn.Module,
-    trainable: Mapping[str, nn.Parameter],
-    optimizer: Optimizer,
-    strategies: Sequence[Strategy],
+    folder: Path, run: Run, optimizer: Optimizer, strategies: Sequence[Strategy]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Restore a checkpoint in place.
+    """Restore a checkpoint in place; on every rank, from the same files.
 
     Returns:
         The record that was saved, and notices: changed exact strategies, random states that do not fit.
@@ -76,13 +90,16 @@ def load(
     verify_checkpoint(folder)
     record: dict[str, Any] = json.loads((folder / "trainer.json").read_text(encoding="utf-8"))
     notices = compare(record["strategies"], strategies)
-    load_weights(model, folder)
+    assert run.model is not None
+    load_weights(run.model, folder, run.world)
+    anywhere = {name for names in run.world.from_all(list(run.trainable)) for name in names}
     for name, state in _optimizer_states(folder / "optimizer.pt"):
-        if name not in trainable:
+        if name not in anywhere:
             raise UserError(f"resume: {folder} has optimizer state for {name}, which is not trainable here")
-        restore_state(optimizer, trainable[name], state)
+        if name in run.trainable:  # and not in another stage of a pipeline
+            restore_state(optimizer, run.trainable[name], state)
     load_strategies(folder, strategies)
-    return record, notices + _restore_rng(_load(folder / "rng.pt"))
+    return record, notices + _restore_rng(_load(folder / "rng.pt"), run.world)
 
 
 def verify_checkpoint(folder: Path, contents: bool = True) -> None:
@@ -115,7 +132,10 @@ def restore_state(optimizer: Optimizer, parameter: nn.Parameter, state: Mapping[
         if not isinstance(value, torch.Tensor):
             live[key] = value
         elif isinstance(live.get(key), torch.Tensor) and live[key].shape == value.shape:
-            live[key].copy_(value)
+            copy_whole(live[key], value)
+        elif value.shape == parameter.shape and isinstance(parameter, DTensor):
+            live[key] = torch.empty_like(parameter, dtype=value.dtype)
+            copy_whole(live[key], value)
         else:
             # torch keeps its step counter on the CPU, unless the whole update is one kernel on the device.
             here = key != "step" or _is_fused(optimizer, parameter)
@@ -208,7 +228,11 @@ def _rng_state() -> dict[str, Any]:
     return state
 
 
-def _restore_rng(state: Mapping[str, Any]) -> list[str]:
+def _restore_rng(state: Mapping[str, Any], world: World) -> list[str]:
+    ranks = [state, *state.get("other_ranks", ())]
+    if len(ranks) != world.size:
+        return [f"resume: {len(ranks)} processes then and {world.size} now: dropout is another one from here on"]
+    state = ranks[world.rank]
     torch.set_rng_state(state["cpu"])
     random.setstate(state["python"])
     kind, keys, position, has_gauss, gauss = state["numpy"]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import get_total_norm
 
 from lowmem.adapters import empty_adapters
 from lowmem.config import TrainingConfig
@@ -17,6 +17,8 @@ from lowmem.data.stream import TokenStream
 from lowmem.errors import UserError
 from lowmem.model import learned_positions, unwrapped
 from lowmem.run import Run
+from lowmem.sharded import global_norm, local
+from lowmem.strategy import Strategy, Trait
 
 _UPDATES_TO_JUDGE = 10  # a tensor that has not moved by then is worth a remark
 
@@ -71,6 +73,17 @@ def require_trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return trainable
 
 
+def require_shared_work(run: Run, strategies: Sequence[Strategy]) -> None:
+    """Every process has work of its own; strategies that share work among processes have some to share it with.
+
+    Raises:
+        UserError: several processes would all do the same.
+    """
+    sharing = [strategy.name for strategy in strategies if Trait.SHARED in strategy.provides]
+    if remark := run.world.require_use(sharing):
+        run.notice(remark)
+
+
 def require_eval_rows(numbers: TrainingConfig, rows: object | None) -> None:
     """What counts on evaluations has rows to evaluate (tracking the best and early stopping need `eval_steps`).
 
@@ -117,7 +130,7 @@ def require_finite(run: Run, damaged: bool = False) -> None:
         return
     gradients = [p.grad for p in run.trainable.values() if p.grad is not None]
     if gradients and "grad_norm" not in run.metrics:
-        run.log(grad_norm=get_total_norm(gradients))
+        run.log(grad_norm=global_norm(gradients, run.world))
     loss, norm = _read(run.metrics["loss"], run.metrics.get("grad_norm", 0.0), run.device)
     if math.isfinite(loss) and math.isfinite(norm):
         return
@@ -177,7 +190,7 @@ class SelfChecks:
         require_finite_weights(self.run)
         if self.first_update and self.first_update.updates and self.run.model is not None:
             empty, number = empty_adapters(self.run.model)
-            if number and len(empty) == number:
+            if self.run.world.any(number > 0) and not self.run.world.any(number > len(empty)):
                 raise UserError(
                     f"step {self.run.global_step}: all {number} adapters are empty (their second matrix is still "
                     "zero), so no gradient reaches them; nothing was saved. Two strategies do not work together "
@@ -202,13 +215,14 @@ def require_finite_weights(run: Run) -> None:
     Raises:
         NonFiniteError: with the names.
     """
-    parameters = list(run.trainable.values())
+    parts = {name: local(p) for name, p in run.trainable.items() if local(p).numel()}
     # The largest absolute value: unlike a sum of squares, it does not overflow in 16 bits.
-    largest = torch.stack([m.float() for m in torch._foreach_norm(parameters, math.inf)])  # type: ignore[arg-type]
+    largest = torch.stack([m.float() for m in torch._foreach_norm(list(parts.values()), math.inf)])
     finite = largest.isfinite()
-    if bool(finite.all()):
+    if not run.world.any(not bool(finite.all())):
         return
-    bad = [name for name, good in zip(run.trainable, finite.tolist(), strict=True) if not good]
+    here = [name for name, good in zip(parts, finite.tolist(), strict=True) if not good]
+    bad = list(dict.fromkeys(name for names in run.world.from_all(here) for name in names))
     raise NonFiniteError(
         f"step {run.global_step}: NaN or infinite weights in {len(bad)} trained tensors "
         f"({', '.join(bad[:3])}{', ...' if len(bad) > 3 else ''}); nothing was saved. Lower the learning rate, and "
@@ -241,7 +255,7 @@ class FirstUpdate:
         if not self.run.metrics["learning_rate"] or self.run.metrics.get("skipped"):
             return
         self.updates += 1
-        if self.updates == 1 and self.before is not None and self.before == _sums(self.run):
+        if self.updates == 1 and self.before is not None and not self.run.world.any(self.before != _sums(self.run)):
             raise UserError(
                 f"step {self.run.global_step}: no trainable weight has moved; the learning rate is too small for the "
                 "weights' dtype, no gradient reaches them, or two strategies do not work together (please report it)"
@@ -251,11 +265,13 @@ class FirstUpdate:
         """The tensors whose sums are still those of the start; none as long as it is too early to tell."""
         if self.before is None or self.updates < _UPDATES_TO_JUDGE:
             return []
-        now = _sums(self.run)
-        return [name for name, a, b in zip(self.run.trainable, self.before, now, strict=True) if a == b]
+        now = zip(self.run.trainable, self.before, _sums(self.run), strict=True)
+        on_ranks = self.run.world.from_all({name: before == after for name, before, after in now})
+        moved = {name for still in on_ranks for name, here in still.items() if not here}
+        return list(dict.fromkeys(name for still in on_ranks for name in still if name not in moved))
 
 
 @torch.no_grad()
 def _sums(run: Run) -> list[float]:
-    parameters = run.trainable.values()
-    return torch.stack([p.sum(dtype=torch.float64) for p in parameters]).tolist()  # type: ignore[no-any-return]
+    parts = map(local, run.trainable.values())
+    return torch.stack([part.sum(dtype=torch.float64) for part in parts]).tolist()  # type: ignore[no-any-return]

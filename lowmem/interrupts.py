@@ -88,10 +88,21 @@ class Interrupts:
 
     def check(self) -> None:
         """A place where what is cuttable may end: nothing is half done here."""
-        if self._cuttable and self.signal is not None:
-            raise CutShort
+        if self._cuttable:
+            self.agree()
+            if self.signal is not None:
+                raise CutShort
+
+    def agree(self) -> None:
+        """A signal that has come to one rank has come to all: they end after the same step."""
+        number = int(self.run.world.highest(self.signal or 0))
+        if number:
+            self.signal = signal.Signals(number)
+            self.run.stopped = self.run.stopped or _reason(self.signal)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None and self.signal != number and self.run.world.size > 1:
+            return  # the launcher passes on in its own way what the terminal has told everybody
         if self.signal is not None:
             signal.signal(number, signal.SIG_DFL)  # a third one does not wait for Python
             raise _exception(
@@ -99,7 +110,8 @@ class Interrupts:
                 "stopped at once; --resume (in Python: resume_from=True) goes on from the last checkpoint, if any",
             )
         self.signal = signal.Signals(number)
-        self.run.stopped = _reason(self.signal)
+        if self.run.world.size == 1:  # else when all ranks know
+            self.run.stopped = _reason(self.signal)
         # Not print(): the signal may have come in the middle of one.
         os.write(2, f"\n{self.signal.name}: finishing this step, then saving; a second one stops at once\n".encode())
 

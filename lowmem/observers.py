@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 if TYPE_CHECKING:
     from lowmem.config import TrainingConfig
     from lowmem.trainer import Trainer
+    from lowmem.world import World
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,22 @@ class Event:
 Observer: TypeAlias = Callable[[Event], None]
 
 
-def built_in_observers(training: TrainingConfig) -> list[Observer]:
+def heard_here(observers: Sequence[Observer], world: World) -> list[Observer]:
+    """Those that see this rank's events: all on rank 0; elsewhere those that take part in what all ranks do together.
+
+    These have an attribute `on_every_rank` that is true.
+    """
+    return [o for o in observers if world.is_main or getattr(o, "on_every_rank", False)]
+
+
+def built_in_observers(training: TrainingConfig, world: World) -> list[Observer]:
     """Those that the numbers of a run ask for: the trackers of `report_to`, and the page of a run with a folder.
 
     Raises:
         UserError: a tracker's package is not installed.
     """
+    if not world.is_main:
+        return []
     from lowmem.report.observer import ReportPage
     from lowmem.trackers import make_tracker
 

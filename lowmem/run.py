@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lowmem.errors import UserError
 from lowmem.strategy import Trait
+from lowmem.world import World
 
 if TYPE_CHECKING:
     from lowmem.config import TrainingConfig
     from lowmem.memory.subject import Subject
-
-T = TypeVar("T", float, Tensor)
-
-
-@dataclass(frozen=True)
-class World:
-    """The processes that share the work: rank, size, and a sum over all of them."""
-
-    rank: int = 0
-    size: int = 1
-
-    def all_reduce(self, value: T) -> T:
-        """The sum of `value` over all ranks (one process: the value itself)."""
-        return value
 
 
 @dataclass
@@ -41,7 +30,8 @@ class Run:
         device: where the model computes.
         subject: the run as the predictor sees it, while nothing is built; null outside of a trainer.
         traits: what holds with the strategies of this run.
-        world: rank and size.
+        world: the processes that share the run.
+        autocast: the context in which operations run outside of a loss, too.
         model: the wrapped model, once it exists.
         trainable: name -> parameter, once the model exists.
         optimizer: once it exists.
@@ -55,7 +45,8 @@ class Run:
     config: TrainingConfig
     device: torch.device
     traits: frozenset[Trait]
-    world: World = World()
+    world: World = field(default_factory=World)
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
     subject: Callable[[], Subject] | None = None
     model: nn.Module | None = None
     trainable: dict[str, nn.Parameter] = field(default_factory=dict)
@@ -89,10 +80,22 @@ class Run:
 
 
 def pick_device(model: object) -> torch.device:
-    """The meta device for a model without data; else CUDA where there is one; else the CPU."""
+    """The meta device for a model without data; else this process's CUDA device where there is one; else the CPU.
+
+    Raises:
+        UserError: more processes than cards on this machine.
+    """
     if isinstance(model, nn.Module) and any(p.is_meta for p in model.parameters()):
         return torch.device("meta")
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if "LOCAL_RANK" not in os.environ:
+        return torch.device("cuda")
+    number, cards = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    if number >= cards:
+        raise UserError(f"rank {os.environ.get('RANK', number)}: there are {cards} cards here; start as many processes")
+    torch.cuda.set_device(number)
+    return torch.device("cuda", number)
 
 
 _followed = ["cpu"]  # what the meta device stands for; the last one counts

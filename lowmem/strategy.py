@@ -43,6 +43,7 @@ class Stage(IntEnum):
     CLIP = 100  # gradients are bounded right before the step
     AVERAGE = 110  # weights are averaged after the step, but not after a skipped one
     PRECISION = 120  # autocast and loss scale: around clip and average, so that a skip skips them, too
+    PIPELINE = 125  # layers are on other ranks: a schedule in place of the loop, outside precision
     PARALLEL = 130  # ranks agree: outside precision, inside the split
     RETRY = 135  # a pass that failed runs again: it sees the final list, too
     SPLIT = 140  # a batch becomes micro-batches: the ranks see the final list
@@ -62,6 +63,10 @@ class Trait(StrEnum):
     POSITIONS = "the positions of a row's tokens to reach the model"
     AUTOCAST = "operations to run under autocast"
     PURE_BLOCKS = "a layer's forward to do nothing but compute"
+    ONE_PROCESS = "a pass to be this process's own affair"
+    SHARED = "the work to be shared among processes"
+    WHOLE_MODEL = "one process to compute all layers"
+    PLAIN_WEIGHTS = "weights to be matrices of plain numbers"
 
 
 PLAIN_RUN = frozenset(
@@ -74,6 +79,9 @@ PLAIN_RUN = frozenset(
         Trait.FLOAT32,
         Trait.POSITIONS,
         Trait.PURE_BLOCKS,
+        Trait.ONE_PROCESS,
+        Trait.WHOLE_MODEL,
+        Trait.PLAIN_WEIGHTS,
     }
 )
 
@@ -234,4 +242,5 @@ def _unmet(strategy: Strategy, trait: Trait, culprit: Strategy | None) -> str:
 def snake_case(name: str) -> str:
     """`AdamW8bit` -> `adamw_8bit`, `PureBF16` -> `pure_bf16`, `LoRA` -> `lora`."""
     special = {"LoRA": "lora", "AdamW": "adamw", "AdamW8bit": "adamw_8bit", "EMA": "ema", "PureBF16": "pure_bf16"}
+    special |= {"DDP": "ddp", "FSDP2": "fsdp_2", "DeepSpeedZeRO": "deepspeed_zero"}
     return special.get(name) or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()

@@ -17,7 +17,14 @@ from lowmem.adapters import refuse_adapter
 from lowmem.answers import ExactMatch
 from lowmem.batches import make_cursor, to_device
 from lowmem.bookkeeping import Bookkeeping
-from lowmem.checks import require_eval_rows, require_finite, require_known_tokens, require_positions, require_trainable
+from lowmem.checks import (
+    require_eval_rows,
+    require_finite,
+    require_known_tokens,
+    require_positions,
+    require_shared_work,
+    require_trainable,
+)
 from lowmem.config import DataConfig, LoadConfig, ModelConfig, TrainingConfig
 from lowmem.data import TokenizedDataset, tokenize
 from lowmem.data.stream import open_training_rows, require_length
@@ -29,12 +36,13 @@ from lowmem.loss import count, next_token_cross_entropy, num_targets
 from lowmem.memory.guard import MemoryCheck, MemoryGuard
 from lowmem.memory.segments import prepare_allocator
 from lowmem.nonfinite import NonFiniteGuard
-from lowmem.observers import Event, Observer, built_in_observers
-from lowmem.run import Run, World, number, pick_device
+from lowmem.observers import Event, Observer, built_in_observers, heard_here
+from lowmem.run import Run, number, pick_device
 from lowmem.schedule import lr_lambda
 from lowmem.strategies import with_defaults
 from lowmem.strategy import Sample, Strategy, resolve, traits
 from lowmem.weights import load_weights, save_pretrained
+from lowmem.world import World
 
 
 class Trainer:
@@ -70,13 +78,13 @@ class Trainer:
     ) -> None:
         self.started = time.perf_counter()
         self.training, self.data = training or TrainingConfig(), data or DataConfig()
-        self.observers = [*observers, *built_in_observers(self.training)]
         self.given = list(strategies)
         self.strategies = resolve(with_defaults(self.given, self.training))
         self.device = pick_device(model)
-        self.run = Run(self.training, self.device, traits(self.strategies)[0])
+        self.world = World.start(self.device)
+        self.run = Run(self.training, self.device, traits(self.strategies)[0], self.world)
+        self.observers = heard_here([*observers, *built_in_observers(self.training, self.world)], self.world)
         prepare_allocator(self.run)
-        self.world = World()
         torch.manual_seed(self.training.seed)
 
         named = ModelConfig(str(model)) if isinstance(model, str | Path) else model
@@ -85,6 +93,7 @@ class Trainer:
         self.memory = MemoryGuard(self, named)
         self.run.subject = self.memory.before_data
         load = self._wrap("configure", LoadConfig.of(self.source, self.device))
+        require_shared_work(self.run, self.strategies)
         self.tokenizer = load_tokenizer(self.source) if tokenizer is None and self.source else tokenizer
         rows = train_dataset if train_dataset is not None else self.data.train
         held_out = eval_dataset if eval_dataset is not None else self.data.eval
@@ -158,7 +167,7 @@ class Trainer:
         """
         if self.train_dataset is None:
             raise UserError("train: there is no train_dataset")
-        with self.books.open(resume_from):
+        with self.world.explained(), self.books.open(resume_from):
             self.emit("begin", step=self.run.global_step, total_steps=self.total_steps)
             with self.interrupts:
                 self._loop()
@@ -225,13 +234,12 @@ class Trainer:
             total, weight, targets = summed_loss(
                 self.forward_backward, rows, self.training.eval_batch_size, self.interrupts.check
             )
-        loss = self.world.all_reduce(total) / self.world.all_reduce(weight)
-        return {"eval_loss": loss, "eval_tokens": targets, "eval_seconds": time.perf_counter() - start}
+        return {"eval_loss": total / weight, "eval_tokens": targets, "eval_seconds": time.perf_counter() - start}
 
     def save_model(self, folder: str | Path) -> Path:
         """Write the weights as evaluation sees them: an adapter in peft's format, or a model in transformers'."""
         with self.inference() as model:
-            save_pretrained(model, self.tokenizer, Path(folder))
+            save_pretrained(model, self.tokenizer, Path(folder), self.world)
         return Path(folder)
 
     def save_checkpoint(self, folder: Path) -> None:
@@ -243,11 +251,11 @@ class Trainer:
             "tokens": [self.tokens, self.supervised_tokens],
             **self.books.record(),
         }
-        checkpoint.save(folder, self.model, self.run.trainable, self.optimizer, self.strategies, record)
+        checkpoint.save(folder, self.run, self.optimizer, self.strategies, record)
 
     def load_checkpoint(self, folder: Path) -> dict[str, Any]:
         """Take back what `save_checkpoint` wrote; the learning rate follows the training numbers given now."""
-        record, notices = checkpoint.load(folder, self.model, self.run.trainable, self.optimizer, self.strategies)
+        record, notices = checkpoint.load(folder, self.run, self.optimizer, self.strategies)
         self.run.global_step = record["step"]
         self.cursor.load_state_dict(record["cursor"])
         self.tokens, self.supervised_tokens = record["tokens"]
@@ -263,7 +271,7 @@ class Trainer:
     def load_model(self, folder: Path) -> None:
         """Take the weights of a checkpoint, and what strategies keep beside them (averages); nothing else."""
         checkpoint.verify_checkpoint(folder)
-        load_weights(self.model, folder)
+        load_weights(self.model, folder, self.world)
         checkpoint.load_strategies(folder, self.strategies)
 
     def emit(self, kind: Any, **metrics: Any) -> None:
@@ -280,6 +288,7 @@ class Trainer:
         metrics = {k: number(v) for k, v in self.run.metrics.items()}
         metrics |= {"step": self.run.global_step, "epoch": self.cursor.epochs_done, "seconds": seconds}
         metrics |= {"tokens": self.tokens, "supervised_tokens": self.supervised_tokens}
+        self.interrupts.agree()
         self.emit("step", **metrics)
         self.books.after_step(metrics)
 

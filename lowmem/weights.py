@@ -15,34 +15,49 @@ from torch import Tensor, nn
 from lowmem.embeddings import embedding_names, new_token_ids, resize_embeddings
 from lowmem.errors import UserError
 from lowmem.model import unwrapped
+from lowmem.sharded import copy_whole, gathered, is_spread
+from lowmem.world import World
 
 
-def save_pretrained(model: nn.Module, tokenizer: Any, folder: Path) -> None:
-    """The result of a run: an adapter in peft's format, or a whole model in transformers' format."""
+def save_pretrained(model: nn.Module, tokenizer: Any, folder: Path, world: World) -> None:
+    """The result of a run: an adapter in peft's format, or a whole model in transformers' format.
+
+    All ranks must ask; rank 0 writes.
+    """
+    state = complete_state(model, world)
+    if not world.is_main:
+        return
     folder.mkdir(parents=True, exist_ok=True)
     if _is_peft(model):
-        model.save_pretrained(folder, save_embedding_layers=_would_be_lost(model))  # type: ignore[operator]
+        kept = _would_be_lost(model)
+        model.save_pretrained(folder, save_embedding_layers=kept, state_dict=state)  # type: ignore[operator]
     elif hasattr(model, "save_pretrained"):
-        model.save_pretrained(folder)  # type: ignore[operator]
+        model.save_pretrained(folder, state_dict=state)  # type: ignore[operator]
     else:
-        save_file(named_state(model), folder / "model.safetensors", metadata={"format": "pt"})
+        save_file(state or named_state(model), folder / "model.safetensors", metadata={"format": "pt"})
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
 
 
-def save_weights(model: nn.Module, folder: Path) -> None:
-    """The trainable weights of a checkpoint: peft's own files for an adapter, else all weights by parameter name."""
+def save_weights(model: nn.Module, folder: Path, state: dict[str, Tensor] | None = None) -> None:
+    """The trainable weights of a checkpoint: peft's own files for an adapter, else all weights by parameter name.
+
+    Args:
+        model: whose weights.
+        folder: where to.
+        state: whole tensors by name, where no rank has all of them (`complete_state`).
+    """
     if _is_peft(model):
         # "auto" would ask the hub for the base model's vocabulary at every checkpoint.
-        model.save_pretrained(folder, save_embedding_layers=False)  # type: ignore[operator]
+        model.save_pretrained(folder, save_embedding_layers=False, state_dict=state)  # type: ignore[operator]
         return
-    save_file(named_state(model), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(state or named_state(model), folder / "model.safetensors", metadata={"format": "pt"})
     config: Any = getattr(model, "config", None)
     if hasattr(config, "save_pretrained"):
         config.save_pretrained(folder)
 
 
-def load_weights(model: nn.Module, folder: Path) -> None:
+def load_weights(model: nn.Module, folder: Path, world: World) -> None:
     """Take back what `save_weights` wrote, in place.
 
     Raises:
@@ -52,9 +67,10 @@ def load_weights(model: nn.Module, folder: Path) -> None:
         from peft import get_peft_model_state_dict
 
         # peft strips the adapter's name from the keys; the tensors are the live ones, so copying into them loads.
-        _copy_into(get_peft_model_state_dict(model, save_embedding_layers=False), folder / "adapter_model.safetensors")
+        live = get_peft_model_state_dict(model, save_embedding_layers=False)
+        _copy_into(live, folder / "adapter_model.safetensors", world)
     else:
-        _copy_into(_state(model), folder / "model.safetensors")
+        _copy_into(_state(model), folder / "model.safetensors", world)
 
 
 def not_in_file(model: nn.Module) -> dict[str, Tensor]:
@@ -132,6 +148,21 @@ def _would_be_lost(model: nn.Module) -> bool:
     return embedding is not None and not covered and bool(new_token_ids(model))
 
 
+def complete_state(model: nn.Module, world: World) -> dict[str, Tensor] | None:
+    """Whole tensors by name, on rank 0, where no rank has all of them; else null: the model itself has them.
+
+    All ranks must ask.
+    """
+    state = model.state_dict() if _is_peft(model) else _state(model)
+    if not is_spread(state.values(), world):
+        return None
+    if _is_peft(model):
+        trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+        state = {name: tensor for name, tensor in state.items() if name in trained}
+    whole: dict[str, Tensor] = gathered(state, world) or {}
+    return {name: tensor.contiguous() for name, tensor in whole.items()}
+
+
 def named_state(model: nn.Module) -> dict[str, Tensor]:
     """Parameters (tied ones once) and persistent buffers, by name, as contiguous tensors."""
     return {name: tensor.contiguous() for name, tensor in _state(model).items()}
@@ -149,10 +180,12 @@ def _is_peft(model: nn.Module) -> bool:
     return hasattr(model, "peft_config")
 
 
-def _copy_into(live: dict[str, Tensor], path: Path) -> None:
+def _copy_into(live: dict[str, Tensor], path: Path, world: World) -> None:
     with safe_open(path, framework="pt") as file, torch.no_grad():
-        stored = set(file.keys())
-        missing, unexpected = sorted(live.keys() - stored), sorted(stored - live.keys())
+        stored, anywhere = set(file.keys()), set(live)
+        if world.group_size("pipeline") > 1:
+            anywhere = {name for names in world.from_all(list(live)) for name in names}
+        missing, unexpected = sorted(live.keys() - stored), sorted(stored - anywhere)
         if missing or unexpected:
             raise UserError(
                 f"{path}: missing {missing[:3]}, unexpected {unexpected[:3]}; it belongs to another model or recipe"
@@ -161,4 +194,4 @@ def _copy_into(live: dict[str, Tensor], path: Path) -> None:
             value = file.get_tensor(name)
             if value.shape != tensor.shape:
                 raise UserError(f"{path}: {name} has shape {tuple(value.shape)}, the model wants {tuple(tensor.shape)}")
-            tensor.copy_(value)
+            copy_whole(tensor, value)

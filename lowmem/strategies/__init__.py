@@ -14,6 +14,8 @@ from lowmem.strategies.chunked_layers import ChunkedLayers
 from lowmem.strategies.chunked_loss import ChunkedCrossEntropy
 from lowmem.strategies.clipping import GradientClipping
 from lowmem.strategies.compile import Compile
+from lowmem.strategies.distributed.ddp import DDP
+from lowmem.strategies.distributed.fsdp import FSDP2
 from lowmem.strategies.ema import EMA
 from lowmem.strategies.fused_kernels import FusedKernels
 from lowmem.strategies.in_backward import OptimizerInBackward
@@ -48,6 +50,8 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "retry_on_oom": RetryOnOOM,
     "gradient_accumulation": GradientAccumulation,
     "packing": Packing,
+    "ddp": DDP,
+    "fsdp_2": FSDP2,
 }
 
 
@@ -62,7 +66,9 @@ def with_defaults(strategies: Sequence[Strategy], training: TrainingConfig) -> l
 
 
 __all__ = [
+    "DDP",
     "EMA",
+    "FSDP2",
     "STRATEGIES",
     "AdamW",
     "AdamW8bit",

@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-
 from lowmem.errors import UserError
 from lowmem.run import Run
+from lowmem.sharded import global_norm, scale
 from lowmem.strategy import Stage, Step, Strategy, Trait
 
 
@@ -42,10 +40,10 @@ class GradientClipping(Strategy):
 
     def wrap_step(self, step: Step, run: Run) -> Step:
         def clipped() -> None:
-            parameters = [p for p in run.trainable.values() if p.grad is not None]
-            norm: Tensor = get_total_norm([p.grad for p in parameters if p.grad is not None])
+            gradients = [p.grad for p in run.trainable.values() if p.grad is not None]
+            norm = global_norm(gradients, run.world)
             run.log(grad_norm=norm)  # the step inside looks at it; a norm that is not finite goes no further
-            clip_grads_with_norm_(parameters, self.max_norm, norm)
+            scale(gradients, (self.max_norm / (norm + 1e-6)).clamp(max=1.0))
             step()
 
         return clipped

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lowmem.errors import UserError
 from lowmem.run import Run
+from lowmem.sharded import copy_whole
 from lowmem.strategy import Inference, Stage, Step, Strategy, Trait
 
 
@@ -72,8 +73,8 @@ class EMA(Strategy):
         return {"average": dict(self._average)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, value in state["average"].items():
-            self._average[name].copy_(value)
+        for name, average in self._average.items():  # of a pipeline, a rank has its own layers only
+            copy_whole(average, state["average"][name])
 
 
 def _wide(parameter: Tensor) -> Tensor:

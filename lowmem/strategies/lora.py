@@ -26,6 +26,7 @@ from lowmem.model import adaptable, fused_experts, linears, unwrapped
 from lowmem.run import Run
 from lowmem.strategy import ForwardBackward, Stage, Strategy, Trait
 from lowmem.weights import load_weights
+from lowmem.world import World
 
 
 @dataclass
@@ -111,7 +112,7 @@ class LoRA(Strategy):
 
     def _load(self, adapted: nn.Module, place: Path) -> None:
         try:
-            load_weights(adapted, place)
+            load_weights(adapted, place, World())  # before anything is shared
         except UserError as error:
             raise UserError(f"lora.adapter_name_or_path: {error}") from error
 

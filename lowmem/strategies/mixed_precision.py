@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lowmem.config import LoadConfig
 from lowmem.errors import UserError
 from lowmem.run import Run
+from lowmem.sharded import local
 from lowmem.strategy import ForwardBackward, Inference, Loss, Sample, Stage, Step, Strategy, Trait
 
 
@@ -53,6 +54,7 @@ class MixedPrecision(Strategy):
         return frozenset({Trait.AUTOCAST})
 
     def configure(self, config: LoadConfig, run: Run) -> LoadConfig:
+        run.autocast = partial(torch.autocast, run.device.type, dtype=getattr(torch, self.dtype))
         if run.device.type == "cuda" and self.dtype == "bfloat16" and not torch.cuda.is_bf16_supported(False):
             raise UserError("mixed_precision.dtype: this card has no bfloat16; use float16")
         if self.dtype == "float16":
@@ -63,7 +65,7 @@ class MixedPrecision(Strategy):
 
     def wrap_loss(self, loss: Loss, run: Run) -> Loss:
         def autocast(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-            with torch.autocast(run.device.type, dtype=getattr(torch, self.dtype)):
+            with run.autocast():
                 return loss(model, inputs)
 
         return autocast
@@ -71,7 +73,7 @@ class MixedPrecision(Strategy):
     def wrap_inference(self, inference: Inference, run: Run) -> Inference:
         @contextmanager
         def autocast() -> Iterator[nn.Module]:
-            with inference() as model, torch.autocast(run.device.type, dtype=getattr(torch, self.dtype)):
+            with inference() as model, run.autocast():
                 yield model
 
         return autocast
@@ -97,6 +99,8 @@ class MixedPrecision(Strategy):
         def unscaled() -> None:
             optimizer = _StandIn(list(run.trainable.values()), step)
             scaler.unscale_(optimizer)
+            if not run.world.is_silent:
+                _agree_on_overflow(scaler, optimizer, run)
             try:
                 scaler.step(optimizer)
             finally:  # also where the step inside refuses a loss that is not finite
@@ -110,6 +114,14 @@ class MixedPrecision(Strategy):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._scaler.load_state_dict(state)
+
+
+def _agree_on_overflow(scaler: Any, optimizer: _StandIn, run: Run) -> None:
+    """An overflow in one rank's part of the gradients is everybody's (as in torch's ShardedGradScaler)."""
+    found: dict[Any, Tensor] = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    anywhere = run.world.any(any(bool(local(value)) for value in found.values()))
+    for device in [*found] or [run.device]:
+        found[device] = torch.full((1,), float(anywhere), device=run.device)
 
 
 class _ScalerWithoutData:

@@ -57,7 +57,7 @@ class Quantization(Strategy):
 
     @property
     def breaks(self) -> frozenset[Trait]:
-        return frozenset({Trait.TRAINABLE})
+        return frozenset({Trait.TRAINABLE, Trait.PLAIN_WEIGHTS})
 
     def configure(self, config: LoadConfig, run: Run) -> LoadConfig:
         if config.model is None or is_gguf(config.model):

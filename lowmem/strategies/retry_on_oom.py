@@ -51,7 +51,7 @@ class RetryOnOOM(Strategy):
 
     @property
     def needs(self) -> frozenset[Trait]:
-        return frozenset({Trait.GRADS_AT_STEP})
+        return frozenset({Trait.GRADS_AT_STEP, Trait.ONE_PROCESS})
 
     def wrap_loss(self, loss: Loss, run: Run) -> Loss:
         def counted(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:

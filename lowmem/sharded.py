@@ -1,0 +1,129 @@
+"""Tensors of which every rank holds a part (torch's DTensor): their parts, the whole, and norms over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.nn.utils import get_total_norm
+
+from lowmem.world import World
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, as a view; a plain tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The whole of a tensor; all ranks that hold parts of it must ask."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def copy_whole(into: Tensor, value: Tensor) -> None:
+    """Fill a tensor from a whole one, which every rank has: each takes its own part."""
+    if isinstance(into, DTensor) and not isinstance(value, DTensor):
+        value = value.to(into.device)
+        value = distribute_tensor(value, into.device_mesh, into.placements, src_data_rank=None)
+    into.copy_(value)
+
+
+def is_spread(tensors: Iterable[Tensor], world: World) -> bool:
+    """Whether no rank has all of these."""
+    return world.group_size("pipeline") > 1 or any(isinstance(tensor, DTensor) for tensor in tensors)
+
+
+def gathered(value: Any, world: World) -> Any:
+    """Nested plain values with whole tensors, on the host of rank 0; other ranks get null.
+
+    All ranks must ask. Tensors that are not spread stay where they are; of dicts whose keys differ from rank to rank
+    (stages of a pipeline) the union is made.
+    """
+    complete = _whole(value, world.is_main)
+    if world.group_size("pipeline") > 1:
+        parts = world.from_all(_on_host(complete) if world.place("data") == world.place("tensor") == 0 else None)
+        complete = _union([part for part in parts if part is not None]) if world.is_main else None
+    return complete if world.is_main else None
+
+
+def _whole(value: Any, keep: bool) -> Any:
+    if isinstance(value, DTensor):
+        tensor = value.full_tensor()
+        return tensor.cpu() if keep else tensor.new_empty(0)
+    if isinstance(value, Mapping):
+        return {key: _whole(item, keep) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_whole(item, keep) for item in value)
+    return value
+
+
+def _on_host(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().cpu()
+    if isinstance(value, Mapping):
+        return {key: _on_host(item) for key, item in value.items()}
+    return value
+
+
+def _union(parts: list[Any]) -> Any:
+    if not all(isinstance(part, Mapping) for part in parts):
+        return parts[0]
+    keys = dict.fromkeys(key for part in parts for key in part)
+    return {key: _union([part[key] for part in parts if key in part]) for key in keys}
+
+
+# -- norms ------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def global_norm(tensors: list[Tensor], world: World) -> Tensor:
+    """The 2-norm over all elements of all tensors, wherever they are; every element counts once.
+
+    Args:
+        tensors: plain ones (the same on all ranks of a group, or of one pipeline stage) and spread ones, of any mesh.
+        world: all ranks must ask.
+
+    Returns:
+        A plain scalar, the same on all ranks.
+    """
+    if not is_spread(tensors, world):
+        return get_total_norm(tensors)
+    kinds: dict[tuple[Any, ...], list[Tensor]] = {}
+    meshes: dict[tuple[Any, ...], list[Any]] = {}
+    for tensor in tensors:
+        if isinstance(tensor, DTensor) and any(isinstance(p, Partial) for p in tensor.placements):
+            tensor = tensor.full_tensor()
+        key, groups = _spread_over(tensor)
+        kinds.setdefault(key, []).append(local(tensor))
+        meshes[key] = groups
+    total = torch.zeros((), device=_device(tensors, world))
+    for key in sorted(kinds, key=str):  # the same order on all ranks
+        squares = get_total_norm(kinds[key]).to(total).square()
+        for group in meshes[key]:
+            dist.all_reduce(squares, group=group)
+        total = total + squares
+    return world.sum(total, "pipeline").sqrt()
+
+
+def scale(tensors: list[Tensor], factor: Tensor) -> None:
+    """Multiply tensors in place, wherever they are."""
+    if parts := [local(tensor) for tensor in tensors]:
+        torch._foreach_mul_(parts, factor.to(parts[0].device))
+
+
+def _spread_over(tensor: Tensor) -> tuple[tuple[Any, ...], list[Any]]:
+    """The dimensions of its mesh along which a tensor is cut, and their process groups."""
+    if not isinstance(tensor, DTensor):
+        return (), []
+    names = tensor.device_mesh.mesh_dim_names or ()
+    cut = [number for number, placement in enumerate(tensor.placements) if isinstance(placement, Shard)]
+    return tuple(names[number] for number in cut), [tensor.device_mesh.get_group(number) for number in cut]
+
+
+def _device(tensors: list[Tensor], world: World) -> torch.device:
+    return tensors[0].device if tensors else torch.device(world.device_type)

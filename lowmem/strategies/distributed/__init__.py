@@ -1,0 +1,1 @@
+"""Strategies that share the work among processes."""
