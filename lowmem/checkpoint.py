@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lowmem.durable import MANIFEST, DamagedError, new_folder, remove, verify
 from lowmem.errors import UserError
 from lowmem.run import Run
-from lowmem.sharded import copy_whole, gathered
+from lowmem.sharded import copy_whole, gathered, is_part
 from lowmem.strategy import Stage, Strategy
 from lowmem.weights import complete_state, load_weights, save_weights
 from lowmem.world import World
@@ -133,7 +132,7 @@ def restore_state(optimizer: Optimizer, parameter: nn.Parameter, state: Mapping[
             live[key] = value
         elif isinstance(live.get(key), torch.Tensor) and live[key].shape == value.shape:
             copy_whole(live[key], value)
-        elif value.shape == parameter.shape and isinstance(parameter, DTensor):
+        elif value.shape == parameter.shape and is_part(parameter):
             live[key] = torch.empty_like(parameter, dtype=value.dtype)
             copy_whole(live[key], value)
         else:

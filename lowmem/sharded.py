@@ -2,32 +2,43 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.nn.utils import get_total_norm
 
 from lowmem.world import World
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def is_part(tensor: object) -> TypeGuard[DTensor]:
+    """Whether a tensor is spread over ranks. Where nobody has loaded torch's module for that (a second), none is."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor, as a view; a plain tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_part(tensor) else tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
     """The whole of a tensor; all ranks that hold parts of it must ask."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if is_part(tensor) else tensor
 
 
 @torch.no_grad()
 def copy_whole(into: Tensor, value: Tensor) -> None:
     """Fill a tensor from a whole one, which every rank has: each takes its own part."""
-    if isinstance(into, DTensor) and not isinstance(value, DTensor):
+    if is_part(into) and not is_part(value):
+        from torch.distributed.tensor import distribute_tensor
+
         value = value.to(into.device)
         value = distribute_tensor(value, into.device_mesh, into.placements, src_data_rank=None)
     into.copy_(value)
@@ -35,7 +46,7 @@ def copy_whole(into: Tensor, value: Tensor) -> None:
 
 def is_spread(tensors: Iterable[Tensor], world: World) -> bool:
     """Whether no rank has all of these."""
-    return world.group_size("pipeline") > 1 or any(isinstance(tensor, DTensor) for tensor in tensors)
+    return world.group_size("pipeline") > 1 or any(is_part(tensor) for tensor in tensors)
 
 
 def gathered(value: Any, world: World) -> Any:
@@ -52,7 +63,7 @@ def gathered(value: Any, world: World) -> Any:
 
 
 def _whole(value: Any, keep: bool) -> Any:
-    if isinstance(value, DTensor):
+    if is_part(value):
         tensor = value.full_tensor()
         return tensor.cpu() if keep else tensor.new_empty(0)
     if isinstance(value, Mapping):
@@ -96,7 +107,7 @@ def global_norm(tensors: list[Tensor], world: World) -> Tensor:
     kinds: dict[tuple[Any, ...], list[Tensor]] = {}
     meshes: dict[tuple[Any, ...], list[Any]] = {}
     for tensor in tensors:
-        if isinstance(tensor, DTensor) and any(isinstance(p, Partial) for p in tensor.placements):
+        if is_part(tensor) and any(p.is_partial() for p in tensor.placements):
             tensor = tensor.full_tensor()
         key, groups = _spread_over(tensor)
         kinds.setdefault(key, []).append(local(tensor))
@@ -118,10 +129,10 @@ def scale(tensors: list[Tensor], factor: Tensor) -> None:
 
 def _spread_over(tensor: Tensor) -> tuple[tuple[Any, ...], list[Any]]:
     """The dimensions of its mesh along which a tensor is cut, and their process groups."""
-    if not isinstance(tensor, DTensor):
+    if not is_part(tensor):
         return (), []
     names = tensor.device_mesh.mesh_dim_names or ()
-    cut = [number for number, placement in enumerate(tensor.placements) if isinstance(placement, Shard)]
+    cut = [number for number, placement in enumerate(tensor.placements) if placement.is_shard()]
     return tuple(names[number] for number in cut), [tensor.device_mesh.get_group(number) for number in cut]
 
 

@@ -9,13 +9,6 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
 
 from lowmem.config import LoadConfig
 from lowmem.loading import raise_trainable_dtype
@@ -78,6 +71,8 @@ class FSDP2(Strategy):
     def wrap_model(self, model: nn.Module, run: Run) -> nn.Module:
         if run.world.group_size("data") == 1:
             return model
+        from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
         raise_trainable_dtype(model, self._trainable_dtype)  # parts keep the dtype they are made with
         options = self._options(model, run)
         for block in blocks(model):
@@ -94,6 +89,8 @@ class FSDP2(Strategy):
         if run.world.group_size("data") == 1:
             return inference
 
+        from torch.distributed.fsdp import FSDPModule
+
         @contextmanager
         def in_parts() -> Iterator[nn.Module]:
             try:
@@ -107,6 +104,8 @@ class FSDP2(Strategy):
         return in_parts
 
     def _options(self, model: nn.Module, run: Run) -> dict[str, Any]:
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
         named = {"param_dtype": self.param_dtype, "reduce_dtype": self.reduce_dtype}
         dtypes = {key: getattr(torch, name) for key, name in named.items() if name}
         options: dict[str, Any] = {
