@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lowmem.config import LoadConfig
 from lowmem.errors import UserError
 from lowmem.run import Run
-from lowmem.strategies.distributed.data_parallel import over_ranks
+from lowmem.strategies.distributed.data_parallel import WholePass, over_ranks
 from lowmem.strategy import ForwardBackward, Loss, Stage, Strategy, Trait
 
 
@@ -65,7 +65,7 @@ class DDP(Strategy):
         if run.world.group_size("data") == 1:
             return loss
         assert run.model is not None
-        whole_pass = _Pass(run.model, loss)
+        whole_pass = WholePass(run.model, loss)
         frozen = [name for name, p in whole_pass.named_parameters() if not p.requires_grad]
         frozen += [name for name, _ in whole_pass.named_buffers()]
         ignore: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
@@ -91,15 +91,3 @@ class DDP(Strategy):
     def _unsynchronised(self) -> Iterator[None]:
         with self._engine.no_sync():
             yield
-
-
-class _Pass(nn.Module):
-    """Model and loss as one module, so that the model itself stays as it is: its names, its saving, its generation."""
-
-    def __init__(self, model: nn.Module, loss: Loss) -> None:
-        super().__init__()
-        self.model = model
-        self._loss = loss
-
-    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
-        return self._loss(self.model, inputs)
