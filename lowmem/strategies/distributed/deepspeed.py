@@ -107,6 +107,7 @@ class DeepSpeedZeRO(Strategy):
         def sharded(parameters: list[nn.Parameter]) -> Optimizer:
             deepspeed = _import_deepspeed(run)
             rule, config = make(parameters), self._config(run.world.size)
+            deepspeed.init_distributed(verbose=False)  # it takes over torch's process group
             if self.zero_stage == 3:
                 raise_trainable_dtype(self._pass, self._trainable_dtype)  # parts keep the dtype they are made with
                 deepspeed.zero.Init(module=self._pass, config_dict_or_path=config)
