@@ -52,7 +52,7 @@ class FSDP2(Strategy):
 
     @property
     def needs(self) -> frozenset[Trait]:
-        return frozenset({Trait.GRADS_AT_STEP, Trait.STATIC_PARAMS})
+        return frozenset({Trait.GRADS_AT_STEP, Trait.STATIC_PARAMS, Trait.LAYER_BY_LAYER})
 
     @property
     def provides(self) -> frozenset[Trait]:
