@@ -206,7 +206,9 @@ class _State(MutableMapping[str, Any]):
             self[key].parts.copy_whole(value)
             return
         if isinstance(value, Tensor) and value.numel() > 1:
-            raise UserError(f"resume: deepspeed_zero cannot cut the optimizer state {key}; go on without deepspeed_zero")
+            raise UserError(
+                f"resume: deepspeed_zero cannot cut the optimizer state {key}; go on without deepspeed_zero"
+            )
         before = self.states.counts.setdefault(self.place.group, (key, value))
         if key == before[0] and float(value) != float(before[1]):
             raise UserError(

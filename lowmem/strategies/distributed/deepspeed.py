@@ -19,8 +19,9 @@ from lowmem.errors import UserError
 from lowmem.loading import raise_trainable_dtype
 from lowmem.ops.zero import States, drop_gradients, gradients, mark_parts
 from lowmem.run import Run
+from lowmem.sharded import scale
 from lowmem.strategies.distributed.data_parallel import WholePass, over_ranks
-from lowmem.strategy import ForwardBackward, Loss, MakeOptimizer, Stage, Strategy, Trait
+from lowmem.strategy import ForwardBackward, Loss, MakeOptimizer, Sample, Stage, Strategy, Trait
 
 
 @dataclass
@@ -122,7 +123,17 @@ class DeepSpeedZeRO(Strategy):
         return sharded
 
     def wrap_forward_backward(self, forward_backward: ForwardBackward, run: Run) -> ForwardBackward:
-        return over_ranks(forward_backward, run.world, self._unsynchronised)
+        shared = over_ranks(forward_backward, run.world, self._unsynchronised)
+        if run.world.is_silent:
+            return shared
+
+        def added_up(micro_batches: list[list[Sample]], divisor: float | Tensor) -> Tensor:
+            loss = shared(micro_batches, divisor)
+            if torch.is_grad_enabled():  # the engine has averaged them
+                scale(run.gradients(), torch.tensor(float(run.world.group_size("data"))))
+            return loss
+
+        return added_up
 
     @contextmanager
     def _unsynchronised(self) -> Iterator[None]:
