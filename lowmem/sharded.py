@@ -1,7 +1,7 @@
 """Tensors of which every rank holds a part: their parts, the whole, and norms over all ranks.
 
-They are torch's DTensor, or tensors of another engine: those have an attribute `parts` (`Parts`), or, where nobody wants
-the whole, `cut_along`, a dimension of the world.
+They are torch's DTensor, or tensors of another engine: those have an attribute `parts` (`Parts`), or, where nobody
+wants the whole, `cut_along`, a dimension of the world.
 """
 
 from __future__ import annotations

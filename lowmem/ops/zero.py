@@ -120,10 +120,13 @@ def gradients(zero: Any, offloaded: bool) -> list[Tensor]:
         pieces = [flat.grad for flat in _flats(zero) if flat.grad is not None]
     else:
         pieces = [piece for group in zero.averaged_gradients.values() if group is not None for piece in group]
-    marked = [piece.detach() for piece in pieces]
-    for piece in marked:
-        piece.cut_along = "data"
-    return marked
+    return [marked(piece.detach()) for piece in pieces]
+
+
+def marked(piece: Any) -> Tensor:
+    """A piece that `lowmem.sharded.global_norm` is to add up over the ranks."""
+    piece.cut_along = "data"
+    return piece  # type: ignore[no-any-return]
 
 
 def drop_gradients(zero: Any, offloaded: bool) -> None:
@@ -144,6 +147,7 @@ def drop_gradients(zero: Any, offloaded: bool) -> None:
     if offloaded:
         zero.reset_cpu_buffers()
         for flat in _flats(zero):
+            assert flat.grad is not None
             flat.grad.zero_()
 
 

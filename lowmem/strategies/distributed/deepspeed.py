@@ -68,7 +68,7 @@ class DeepSpeedZeRO(Strategy):
     @property
     def needs(self) -> frozenset[Trait]:
         needed = {Trait.GRADS_AT_STEP, Trait.STATIC_PARAMS, Trait.FLOAT32, Trait.WHOLE_MODEL}
-        return frozenset(needed | {Trait.PLAIN_WEIGHTS} if self.zero_stage == 3 else needed)
+        return frozenset(needed | {Trait.PLAIN_WEIGHTS, Trait.LAYER_BY_LAYER} if self.zero_stage == 3 else needed)
 
     @property
     def provides(self) -> frozenset[Trait]:
@@ -77,7 +77,7 @@ class DeepSpeedZeRO(Strategy):
     @property
     def breaks(self) -> frozenset[Trait]:
         broken = {Trait.ONE_PROCESS, Trait.DENSE_PARAMS}
-        return frozenset(broken | {Trait.WEIGHTS_AT_HAND} if self.zero_stage == 3 else broken)
+        return frozenset(broken | {Trait.WEIGHTS_AT_HAND, Trait.PURE_BLOCKS} if self.zero_stage == 3 else broken)
 
     def configure(self, config: LoadConfig, run: Run) -> LoadConfig:
         if run.world.claim_rest("data") != run.world.size:
