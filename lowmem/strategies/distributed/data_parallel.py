@@ -63,7 +63,7 @@ def over_ranks(
 
 
 class WholePass(nn.Module):
-    """Model and loss as one module for an engine, so that the model itself stays as it is: names, saving, generation."""
+    """Model and loss as one module for an engine, and the model itself stays as it is: names, saving, generation."""
 
     def __init__(self, model: nn.Module, loss: Loss) -> None:
         super().__init__()
