@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -187,6 +188,20 @@ class States(MutableMapping[nn.Parameter, Any]):
         return sum(1 for _ in self)
 
 
+@dataclass
+class _Count:
+    """A number that all parameters of a flat tensor have in common; setting it is looked at."""
+
+    shape: torch.Size
+    value: Tensor
+    copy_whole: Callable[[Tensor], None]
+
+    def local(self) -> Tensor:
+        return self.value
+
+    whole = local
+
+
 class _State(MutableMapping[str, Any]):
     """The states of one parameter."""
 
@@ -196,8 +211,12 @@ class _State(MutableMapping[str, Any]):
 
     def __getitem__(self, key: str) -> Any:
         value = self.live[key]
-        if not isinstance(value, Tensor) or value.shape != self.place.flat.shape:
+        if not isinstance(value, Tensor):
             return value
+        if value.shape != self.place.flat.shape:
+            count: Any = value.detach()
+            count.parts = _Count(count.shape, count, partial(self.__setitem__, key))
+            return count
         piece = value.narrow(0, self.place.offset, self.place.number)
         piece.parts = Part(lambda: piece, self.place.start, self.place.shape, self.states.world)  # type: ignore[attr-defined]
         return piece
