@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lowmem.config import LoadConfig
 from lowmem.errors import UserError
 from lowmem.run import Run
-from lowmem.strategies.distributed.data_parallel import over_ranks
+from lowmem.strategies.distributed.data_parallel import WholePass, over_ranks
 from lowmem.strategy import ForwardBackward, Loss, Stage, Strategy, Trait
 
 
@@ -66,7 +66,7 @@ class DDP(Strategy):
         if run.world.group_size("data") == 1:
             return loss
         assert run.model is not None
-        whole_pass = _Pass(run.model, loss)
+        whole_pass = WholePass(run.model, loss)
         frozen = [name for name, p in whole_pass.named_parameters() if not p.requires_grad]
         frozen += [name for name, _ in whole_pass.named_buffers()]
         ignore: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
@@ -100,15 +100,3 @@ def _add_up(group: Any, bucket: Any) -> torch.futures.Future[Tensor]:
     work: Any = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
     future: torch.futures.Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
     return future
-
-
-class _Pass(nn.Module):
-    """Model and loss as one module, so that the model itself stays as it is: its names, its saving, its generation."""
-
-    def __init__(self, model: nn.Module, loss: Loss) -> None:
-        super().__init__()
-        self.model = model
-        self._loss = loss
-
-    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
-        return self._loss(self.model, inputs)
