@@ -23,6 +23,12 @@ def is_part(tensor: object) -> TypeGuard[DTensor]:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def holds_parts(kinds: Iterable[type]) -> bool:
+    """Whether one of these classes is that of tensors that are spread over ranks."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and any(issubclass(kind, module.DTensor) for kind in kinds)
+
+
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor, as a view; a plain tensor as it is."""
     return tensor.to_local() if is_part(tensor) else tensor
