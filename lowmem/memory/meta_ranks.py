@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
-from unittest.mock import patch
 
-import torch
 import torch.distributed as dist
 
 from lowmem.memory.meta_fsdp import meta_fsdp
