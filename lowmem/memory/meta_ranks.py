@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch.distributed as dist
 
@@ -32,7 +33,9 @@ def meta_ranks(number: int) -> Iterator[None]:
 def _fake_group(number: int) -> Iterator[None]:
     from torch.testing._internal.distributed import fake_pg  # noqa: F401  (importing it registers the backend)
 
-    dist.init_process_group("fake", rank=0, world_size=number, store=dist.HashStore())
+    store: Any = dist.HashStore  # type: ignore[attr-defined]
+
+    dist.init_process_group("fake", rank=0, world_size=number, store=store())
     try:
         yield
     finally:
