@@ -71,7 +71,7 @@ def gathered(value: Any, world: World) -> Any:
 def _whole(value: Any, keep: bool) -> Any:
     if is_part(value):
         tensor = value.full_tensor()
-        return tensor.cpu() if keep else tensor.new_empty(0)
+        return to_host(tensor) if keep else tensor.new_empty(0)
     if isinstance(value, Mapping):
         return {key: _whole(item, keep) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -79,9 +79,14 @@ def _whole(value: Any, keep: bool) -> Any:
     return value
 
 
+def to_host(tensor: Tensor) -> Tensor:
+    """The tensor in the host's memory."""
+    return tensor.cpu()
+
+
 def _on_host(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return value.detach().cpu()
+        return to_host(value.detach())
     if isinstance(value, Mapping):
         return {key: _on_host(item) for key, item in value.items()}
     return value

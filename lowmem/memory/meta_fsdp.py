@@ -13,7 +13,7 @@ import torch
 from lowmem.ops.without_data import called
 
 META = torch.device("meta")
-TOGETHER = "weights, put together"
+TOGETHER = "layers put together"
 BUFFERS = "communication"
 
 
