@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -91,13 +92,22 @@ class DDP(Strategy):
         frozen += [name for name, _ in whole_pass.named_buffers()]
         ignore: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
         ignore(whole_pass, frozen)
-        return DistributedDataParallel(
+        engine = DistributedDataParallel(
             whole_pass,
             process_group=group,
             bucket_cap_mb=self.bucket_cap_mb,
             find_unused_parameters=self.find_unused_parameters,
             gradient_as_bucket_view=True,
         )
+        engine.register_comm_hook(group, lambda group, bucket: _add_up(group, bucket))
+        return engine
+
+
+def _add_up(group: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+    """Gradients summed over the ranks; without a hook they are averaged."""
+    work: Any = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    future: torch.futures.Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
+    return future
 
 
 class _Pass(nn.Module):
