@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lowmem.config import LoadConfig
+from lowmem.errors import UserError
 from lowmem.loading import raise_trainable_dtype
 from lowmem.model import blocks
 from lowmem.run import Run, device_kind
@@ -65,6 +66,8 @@ class FSDP2(Strategy):
     def configure(self, config: LoadConfig, run: Run) -> LoadConfig:
         self._trainable_dtype = config.trainable_dtype
         if run.world.claim_rest("data") > 1:
+            if self.offload and run.device.type == "meta":
+                raise UserError("fsdp_2.offload: where its parts wait cannot be foreseen; leave offload out")
             here = config.device if run.device.type == "meta" else "cpu"
             return replace(config, device=here, on_host=device_kind(run.device) == "cuda")
         return config
