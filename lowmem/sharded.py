@@ -39,6 +39,14 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if is_part(tensor) else tensor
 
 
+def set_data(tensor: Tensor, value: Tensor) -> None:
+    """`tensor.data = value`, which for a tensor that is spread changes nothing: its part is set."""
+    if is_part(tensor):
+        tensor._local_tensor = local(value)
+    else:
+        tensor.data = value
+
+
 @torch.no_grad()
 def copy_whole(into: Tensor, value: Tensor) -> None:
     """Fill a tensor from a whole one, which every rank has: each takes its own part."""

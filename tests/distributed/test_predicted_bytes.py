@@ -11,7 +11,17 @@ import torch
 from conftest import make_llama
 from two_processes import in_processes
 
-from lowmem import DDP, FSDP2, GradientAccumulation, GradientCheckpointing, LoRA, Strategy, Trainer, TrainingConfig
+from lowmem import (
+    DDP,
+    FSDP2,
+    GradientAccumulation,
+    GradientCheckpointing,
+    LoRA,
+    PureBF16,
+    Strategy,
+    Trainer,
+    TrainingConfig,
+)
 from lowmem.memory.depth import StepWork
 from lowmem.memory.meta import _random_states as random_states_are_seen
 from lowmem.memory.meter import tensors_by_category
@@ -97,6 +107,16 @@ def test_the_bound_tells_two_ranks_from_one(
 ) -> None:
     alone = record(model("meta"), numbers(), strategies(case)[1:], "cpu", LENGTHS).peak()[0]
     assert abs(alone / max(measured[case]) - 1) > 3 * WITHIN
+
+
+def at_rest(strategies: list[Strategy], ranks: int) -> int:
+    trace = record(model("meta"), numbers(), strategies, "cpu", LENGTHS, ranks=ranks)
+    return sum(size for _, size in trace.events)
+
+
+def test_a_wide_stand_in_is_given_back_in_parts_too() -> None:
+    """Weights and moments, and nothing beside, stay between two updates in bfloat16."""
+    assert at_rest([PureBF16(), FSDP2()], 2) == pytest.approx(at_rest([PureBF16()], 1) / 2, rel=0.01)
 
 
 def sent(strategies: list[Strategy], ranks: int) -> float:
