@@ -55,6 +55,12 @@ def _cut_along(tensor: object) -> str | None:
     return getattr(tensor, "cut_along", None)
 
 
+def holds_parts(kinds: Iterable[type]) -> bool:
+    """Whether one of these classes is that of tensors that are spread over ranks."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and any(issubclass(kind, module.DTensor) for kind in kinds)
+
+
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor, as a view; a plain tensor as it is."""
     if parts := parts_of(tensor):
@@ -73,6 +79,14 @@ def whole_shape(tensor: Tensor) -> torch.Size:
     """The shape of the whole of a tensor."""
     parts = parts_of(tensor)
     return parts.shape if parts else tensor.shape
+
+
+def set_data(tensor: Tensor, value: Tensor) -> None:
+    """`tensor.data = value`, which for a tensor that is spread changes nothing: its part is set."""
+    if is_part(tensor):
+        tensor._local_tensor = local(value)
+    else:
+        tensor.data = value
 
 
 @torch.no_grad()
@@ -111,7 +125,7 @@ def gathered(value: Any, world: World) -> Any:
 def _whole(value: Any, keep: bool) -> Any:
     if is_part(value) or parts_of(value):
         tensor = whole(value)
-        return tensor.cpu() if keep else tensor.new_empty(0)
+        return to_host(tensor) if keep else tensor.new_empty(0)
     if isinstance(value, Mapping):
         return {key: _whole(item, keep) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -119,9 +133,14 @@ def _whole(value: Any, keep: bool) -> Any:
     return value
 
 
+def to_host(tensor: Tensor) -> Tensor:
+    """The tensor in the host's memory."""
+    return tensor.cpu()
+
+
 def _on_host(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return value.detach().cpu()
+        return to_host(value.detach())
     if isinstance(value, Mapping):
         return {key: _on_host(item) for key, item in value.items()}
     return value

@@ -16,6 +16,7 @@ from lowmem.config import LoadConfig
 from lowmem.errors import UserError
 from lowmem.run import Run
 from lowmem.strategies.distributed.data_parallel import WholePass, over_ranks
+from lowmem.strategies.distributed.ddp_without_data import DDPWithoutData
 from lowmem.strategy import ForwardBackward, Loss, Stage, Strategy, Trait
 
 
@@ -67,18 +68,7 @@ class DDP(Strategy):
             return loss
         assert run.model is not None
         whole_pass = WholePass(run.model, loss)
-        frozen = [name for name, p in whole_pass.named_parameters() if not p.requires_grad]
-        frozen += [name for name, _ in whole_pass.named_buffers()]
-        ignore: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
-        ignore(whole_pass, frozen)
-        self._engine = DistributedDataParallel(
-            whole_pass,
-            process_group=run.world.group("data"),
-            bucket_cap_mb=self.bucket_cap_mb,
-            find_unused_parameters=self.find_unused_parameters,
-            gradient_as_bucket_view=True,
-        )
-        self._engine.register_comm_hook(run.world.group("data"), lambda group, bucket: _add_up(group, bucket))
+        self._engine = self._around(whole_pass, run)
 
         def reduced(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
             summed: Tensor = self._engine(inputs) if torch.is_grad_enabled() else loss(model, inputs)
@@ -93,6 +83,24 @@ class DDP(Strategy):
     def _unsynchronised(self) -> Iterator[None]:
         with self._engine.no_sync():
             yield
+
+    def _around(self, whole_pass: nn.Module, run: Run) -> Any:
+        group = run.world.group("data")
+        if run.device.type == "meta":
+            return DDPWithoutData(whole_pass, group, self.bucket_cap_mb)
+        frozen = [name for name, p in whole_pass.named_parameters() if not p.requires_grad]
+        frozen += [name for name, _ in whole_pass.named_buffers()]
+        ignore: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+        ignore(whole_pass, frozen)
+        engine = DistributedDataParallel(
+            whole_pass,
+            process_group=group,
+            bucket_cap_mb=self.bucket_cap_mb,
+            find_unused_parameters=self.find_unused_parameters,
+            gradient_as_bucket_view=True,
+        )
+        engine.register_comm_hook(group, lambda group, bucket: _add_up(group, bucket))
+        return engine
 
 
 def _add_up(group: Any, bucket: Any) -> torch.futures.Future[Tensor]:
