@@ -167,7 +167,7 @@ class States(MutableMapping[nn.Parameter, Any]):
 
     def __init__(self, zero: Any, world: World) -> None:
         self.rule, self.world, self.places = zero.optimizer, world, places(zero, world)
-        self.counts: dict[int, Any] = {}  # group -> the step that was set last; an update clears it
+        self.counts: dict[int, tuple[str, float]] = {}  # group -> the count that was set; an update clears it
 
     def __getitem__(self, parameter: nn.Parameter) -> _State:
         return _State(self, self.places[parameter])
@@ -232,14 +232,15 @@ class _State(MutableMapping[str, Any]):
             raise UserError(
                 f"resume: deepspeed_zero cannot cut the optimizer state {key}; go on without deepspeed_zero"
             )
-        before = self.states.counts.setdefault(self.place.group, (key, value))
-        if key == before[0] and float(value) != float(before[1]):
+        before = self.states.counts.setdefault(self.place.group, (key, float(value)))
+        if key == before[0] and float(value) != before[1]:
             raise UserError(
-                f"resume: parameters have been updated {float(before[1]):.0f} and {float(value):.0f} times, and "
+                f"resume: parameters have been updated {before[1]:.0f} and {float(value):.0f} times, and "
                 "deepspeed_zero has one count for all of them; go on without deepspeed_zero"
             )
         on_device = any(group.get("fused") or group.get("capturable") for group in self.states.rule.param_groups)
-        self.live[key] = value.to(flat.device if on_device else "cpu") if isinstance(value, Tensor) else value
+        device = flat.device if on_device else "cpu"
+        self.live[key] = value.to(device, copy=True) if isinstance(value, Tensor) else value
 
     def __delitem__(self, key: str) -> None:
         del self.live[key]

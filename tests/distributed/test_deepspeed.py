@@ -79,8 +79,8 @@ CASES: dict[str, Make] = {
 }
 WHOLE_WEIGHTS = ("ema", "4 bits")  # not at stage 3
 LR = {"moments": 1e-3, "4 bits": 0.03}
-# In 16 bits the last digit of a sum may decide how a weight is rounded. A sum of two rows has one order only, and with one
-# row in each micro-batch both sides have the same products; clipping's factor would be another sum.
+# In 16 bits the last digit of a sum may decide how a weight is rounded. A sum of two rows has one order only, and with
+# one row in each micro-batch both sides have the same products; clipping's factor would be another sum.
 SUMS_OF_TWO = ("bfloat16", "float16 overflows")
 
 
