@@ -83,11 +83,40 @@ def _live_bytes(case: tuple[str, str, str], rows: list[dict[str, list[int]]]) ->
     return trace.peak()[0]
 
 
+def foreseen_inside(cases: list[tuple[str, str, str]]) -> list[int]:
+    """What a run of two processes predicts of itself; its own process group goes on as before."""
+    rows = [{"input_ids": [1] * n} for n in LENGTHS]
+    found = []
+    for case in cases:
+        trainer = Trainer(model("cpu"), rows, training=numbers(), strategies=strategies(case))
+        found.append(trainer.memory.trace(LENGTHS).peak()[0])
+        assert trainer.world.from_all(trainer.world.rank) == [0, 1]
+        trainer.train()
+    return found
+
+
+def both(cases: list[tuple[str, str, str]]) -> tuple[list[int], list[int]]:
+    return live_bytes(cases), foreseen_inside(INSIDE)
+
+
+INSIDE = [("ddp", "full", "at once"), ("fsdp", "lora", "accumulated")]
+
+
 @pytest.fixture(scope="module")
-def measured() -> dict[tuple[str, str, str], list[int]]:
+def ranks() -> list[tuple[list[int], list[int]]]:
+    """What the two processes find."""
+    return in_processes(both, CASES)
+
+
+@pytest.fixture(scope="module")
+def measured(ranks: list[tuple[list[int], list[int]]]) -> dict[tuple[str, str, str], list[int]]:
     """Of each case what both ranks hold."""
-    ranks = in_processes(live_bytes, CASES)
-    return dict(zip(CASES, map(list, zip(*ranks, strict=True)), strict=True))
+    return dict(zip(CASES, map(list, zip(*(found[0] for found in ranks), strict=True)), strict=True))
+
+
+def test_a_run_of_two_foresees_one_of_two(ranks: list[tuple[list[int], list[int]]]) -> None:
+    for case, *seen in zip(INSIDE, *(found[1] for found in ranks), strict=True):
+        assert seen == [predicted(case)] * 2
 
 
 def predicted(case: tuple[str, str, str], ranks: int = 2) -> int:
