@@ -131,9 +131,19 @@ def trained_all(stage: int) -> dict[str, Any]:
 
 
 @cache
+def attempted(stage: int) -> list[dict[str, Any]] | AssertionError:
+    """All runs of a stage on two processes, which are started once; or why they failed."""
+    try:
+        return in_processes(trained_all, stage)
+    except AssertionError as error:
+        return error
+
+
 def two(stage: int) -> list[dict[str, Any]]:
-    """All runs of a stage on two processes, which are started once."""
-    return in_processes(trained_all, stage)
+    found = attempted(stage)
+    if isinstance(found, AssertionError):
+        raise found
+    return found
 
 
 @cache
