@@ -88,7 +88,7 @@ def without_head(model: nn.Module) -> Iterator[None]:
     A linear factor on the logits (Cohere, Granite) still acts, on the hidden states, which is the same.
     """
     linear: Any = head(model)
-    config = _text_config(model)
+    config = text_config(model)
     cap = getattr(config, "final_logit_softcapping", None)
     linear.forward = lambda hidden: hidden
     if cap:
@@ -103,18 +103,19 @@ def without_head(model: nn.Module) -> Iterator[None]:
 
 def final_softcap(model: nn.Module) -> float | None:
     """c in logits = c * tanh(logits / c), where the model has it (Gemma 2 and later)."""
-    cap = getattr(_text_config(model), "final_logit_softcapping", None)
+    cap = getattr(text_config(model), "final_logit_softcapping", None)
     return float(cap) if cap else None
 
 
-def _text_config(model: nn.Module) -> Any:
+def text_config(model: nn.Module) -> Any:
+    """The config with the numbers of the decoder (part of the whole one where a model sees pictures, too)."""
     config: Any = getattr(unwrapped(model), "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def context_length(model: nn.Module) -> int | None:
     """The most tokens the model takes at once, where its config says so."""
-    length = getattr(_text_config(model), "max_position_embeddings", None)
+    length = getattr(text_config(model), "max_position_embeddings", None)
     return int(length) if length else None
 
 
@@ -193,7 +194,7 @@ def _linear_classes() -> tuple[type[nn.Module], ...]:
 
 
 def _routes(name: str, module: nn.Module, model: nn.Module) -> bool:
-    config = _text_config(model)
+    config = text_config(model)
     experts = [getattr(config, key, None) for key in ("num_local_experts", "num_experts", "n_routed_experts")]
     parts, outputs = name.split("."), getattr(module, "out_features", None)
     # one output: the gate of a shared expert
@@ -214,7 +215,7 @@ def fused_experts(model: nn.Module) -> int:
 
 def takes_one_row(model: nn.Module) -> bool:
     """Whether packed samples must stand in one row: for flash attention, transformers finds their borders only so."""
-    return "flash" in str(getattr(_text_config(model), "_attn_implementation", ""))
+    return "flash" in str(getattr(text_config(model), "_attn_implementation", ""))
 
 
 def wrap_forward(module: nn.Module, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
