@@ -199,7 +199,8 @@ class _Count:
     def local(self) -> Tensor:
         return self.value
 
-    whole = local
+    def whole(self) -> Tensor:
+        return self.value.clone()
 
 
 class _State(MutableMapping[str, Any]):
@@ -215,7 +216,7 @@ class _State(MutableMapping[str, Any]):
             return value
         if value.shape != self.place.flat.shape:
             count: Any = value.detach()
-            count.parts = _Count(count.shape, count, partial(self.__setitem__, key))
+            count.parts = _Count(count.shape, value, partial(self.__setitem__, key))
             return count
         piece = value.narrow(0, self.place.offset, self.place.number)
         piece.parts = Part(lambda: piece, self.place.start, self.place.shape, self.states.world)  # type: ignore[attr-defined]
