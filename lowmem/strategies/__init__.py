@@ -15,6 +15,7 @@ from lowmem.strategies.chunked_loss import ChunkedCrossEntropy
 from lowmem.strategies.clipping import GradientClipping
 from lowmem.strategies.compile import Compile
 from lowmem.strategies.distributed.ddp import DDP
+from lowmem.strategies.distributed.deepspeed import DeepSpeedZeRO
 from lowmem.strategies.distributed.fsdp import FSDP2
 from lowmem.strategies.ema import EMA
 from lowmem.strategies.fused_kernels import FusedKernels
@@ -52,6 +53,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "packing": Packing,
     "ddp": DDP,
     "fsdp_2": FSDP2,
+    "deepspeed_zero": DeepSpeedZeRO,
 }
 
 
@@ -76,6 +78,7 @@ __all__ = [
     "ChunkedCrossEntropy",
     "ChunkedLayers",
     "Compile",
+    "DeepSpeedZeRO",
     "FusedKernels",
     "GradientAccumulation",
     "GradientCheckpointing",

@@ -7,10 +7,10 @@ from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lowmem.loss import IGNORE
-from lowmem.strategy import ForwardBackward, Sample
+from lowmem.strategy import ForwardBackward, Loss, Sample
 from lowmem.world import World
 
 
@@ -60,3 +60,16 @@ def over_ranks(
         return world.sum(total + forward_backward(mine[-1:], divisor), "data")
 
     return shared
+
+
+class WholePass(nn.Module):
+    """Model and loss as one module for an engine, and the model itself stays as it is: names, saving, generation."""
+
+    def __init__(self, model: nn.Module, loss: Loss) -> None:
+        super().__init__()
+        self.model = model
+        self._loss = loss
+
+    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        """The weighted sum of the loss."""
+        return self._loss(self.model, inputs)

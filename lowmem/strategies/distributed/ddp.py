@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lowmem.config import LoadConfig
 from lowmem.errors import UserError
 from lowmem.run import Run
-from lowmem.strategies.distributed.data_parallel import over_ranks
+from lowmem.strategies.distributed.data_parallel import WholePass, over_ranks
 from lowmem.strategies.distributed.ddp_without_data import DDPWithoutData
 from lowmem.strategy import ForwardBackward, Loss, Stage, Strategy, Trait
 
@@ -67,7 +67,7 @@ class DDP(Strategy):
         if run.world.group_size("data") == 1:
             return loss
         assert run.model is not None
-        whole_pass = _Pass(run.model, loss)
+        whole_pass = WholePass(run.model, loss)
         self._engine = self._around(whole_pass, run)
 
         def reduced(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
@@ -108,15 +108,3 @@ def _add_up(group: Any, bucket: Any) -> torch.futures.Future[Tensor]:
     work: Any = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
     future: torch.futures.Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
     return future
-
-
-class _Pass(nn.Module):
-    """Model and loss as one module, so that the model itself stays as it is: its names, its saving, its generation."""
-
-    def __init__(self, model: nn.Module, loss: Loss) -> None:
-        super().__init__()
-        self.model = model
-        self._loss = loss
-
-    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
-        return self._loss(self.model, inputs)
