@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         MixedPrecision,
         OptimizerInBackward,
         Packing,
+        PipelineParallel,
         PureBF16,
         Quantization,
         RetryOnOOM,
@@ -64,6 +65,7 @@ _HOME = {
             "ChunkedCrossEntropy",
             "ChunkedLayers",
             "Packing",
+            "PipelineParallel",
             "OptimizerInBackward",
             "EMA",
             "Compile",
@@ -115,6 +117,7 @@ __all__ = [  # noqa: RUF022 - the order is the reader's: the trainer, the number
     "TiledMLP",
     "DDP",
     "FSDP2",
+    "PipelineParallel",
     "__version__",
 ]
 

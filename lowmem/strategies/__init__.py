@@ -16,6 +16,7 @@ from lowmem.strategies.clipping import GradientClipping
 from lowmem.strategies.compile import Compile
 from lowmem.strategies.distributed.ddp import DDP
 from lowmem.strategies.distributed.fsdp import FSDP2
+from lowmem.strategies.distributed.pipeline import PipelineParallel
 from lowmem.strategies.ema import EMA
 from lowmem.strategies.fused_kernels import FusedKernels
 from lowmem.strategies.in_backward import OptimizerInBackward
@@ -50,6 +51,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "retry_on_oom": RetryOnOOM,
     "gradient_accumulation": GradientAccumulation,
     "packing": Packing,
+    "pipeline_parallel": PipelineParallel,
     "ddp": DDP,
     "fsdp_2": FSDP2,
 }
@@ -84,6 +86,7 @@ __all__ = [
     "MixedPrecision",
     "OptimizerInBackward",
     "Packing",
+    "PipelineParallel",
     "PureBF16",
     "Quantization",
     "RetryOnOOM",
