@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowmem.embeddings import new_token_ids
 from lowmem.errors import UserError
 from lowmem.model import blocks, call, decoder, hidden_states, norms_beside, unwrapped
 
@@ -185,11 +186,11 @@ class Stages:
             if not any(places == [place] for places in holders.values()):
                 layers = f"layers {self.borders[place]} to {self.borders[place + 1] - 1}"
                 raise UserError(f"pipeline_parallel: stage {place} ({layers}) has nothing to train; use fewer stages")
-        auxiliary = [name for name in trained.values() if "modules_to_save" in name or "trainable_tokens" in name]
-        if auxiliary:
+        beside = [name for name in trained.values() if "modules_to_save" in name or "trainable_tokens" in name]
+        if beside or (hasattr(self.model, "peft_config") and new_token_ids(self.model)):
             raise UserError(
-                f"pipeline_parallel: {auxiliary[0]} is trained beside an adapter, and peft writes both from one "
-                "process; leave out modules_to_save and added tokens, or use fsdp_2 or ddp"
+                f"pipeline_parallel: {(beside or ['a row of an added token'])[0]} belongs to the file of an adapter, "
+                "and so would weights of other stages; leave out modules_to_save and added tokens, or use fsdp_2 or ddp"
             )
 
 
