@@ -63,6 +63,7 @@ class Trait(StrEnum):
     POSITIONS = "the positions of a row's tokens to reach the model"
     AUTOCAST = "operations to run under autocast"
     PURE_BLOCKS = "a layer's forward to do nothing but compute"
+    LAYER_BY_LAYER = "every layer to be called by itself"
     ONE_PROCESS = "a pass to be this process's own affair"
     SHARED = "the work to be shared among processes"
     WHOLE_MODEL = "one process to compute all layers"
@@ -79,6 +80,7 @@ PLAIN_RUN = frozenset(
         Trait.FLOAT32,
         Trait.POSITIONS,
         Trait.PURE_BLOCKS,
+        Trait.LAYER_BY_LAYER,
         Trait.ONE_PROCESS,
         Trait.WHOLE_MODEL,
         Trait.PLAIN_WEIGHTS,

@@ -290,6 +290,7 @@ class Trainer:
         metrics |= {"step": self.run.global_step, "epoch": self.cursor.epochs_done, "seconds": seconds}
         metrics |= {"tokens": self.tokens, "supervised_tokens": self.supervised_tokens}
         self.interrupts.agree()
+        self.world.beat(self.run.global_step)
         self.emit("step", **metrics)
         self.books.after_step(metrics)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -218,6 +220,8 @@ class World:
     def _who_has_gone(self, error: RuntimeError) -> str:
         here = f"rank {self.rank} (step {self._beat})"
         first_line = str(error).strip().splitlines()[0][:200]
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's, which comes as soon as one rank has gone
         try:
             store = _store()
             time.sleep(1.0)  # who has failed may be about to say so

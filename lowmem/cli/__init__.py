@@ -55,10 +55,15 @@ def main() -> None:
         app(args=with_resume_value(sys.argv[1:]), prog_name="lowmem")
     except UserError as error:
         text = str(error) if isinstance(error, ExplainedError) else " ".join(str(error).split())
-        print(f"error: {text}", file=sys.stderr)
+        print(f"{_rank()}error: {text}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _rank() -> str:
+    """Who speaks, where several processes do."""
+    return f"rank {os.environ['RANK']}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
 
 
 def _wait_politely() -> None:

@@ -27,6 +27,10 @@ def train(
     force: Annotated[
         bool, typer.Option("--force", help="Train, too, where memory is predicted to be too small.")
     ] = False,
+    nproc: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Start N processes here, for strategies that share work (ddp, fsdp_2)."),
+    ] = None,
 ) -> None:
     """Train as a recipe says."""
     from lowmem.memory import segments
@@ -35,12 +39,17 @@ def train(
     quiet_bars()
     segments.turn_on()  # before torch is imported
     loaded = load_recipe(recipe, overrides or ())  # complains before anything heavy is imported
+    if nproc is not None:
+        from lowmem.launch import launch
+
+        raise typer.Exit(launch(_without_nproc(sys.argv[1:]), nproc))
     from lowmem.console import Console
     from lowmem.interrupts import Terminated, terminable
     from lowmem.memory.comparison import MemoryComparison
     from lowmem.memory.meter import MemoryLedger
     from lowmem.memory.out_of_memory import explained_loading
     from lowmem.trainer import Trainer
+    from lowmem.world import leave
 
     console = Console()
     try:
@@ -59,6 +68,13 @@ def train(
         raise typer.Exit(143 if isinstance(stop, Terminated) else 130) from None
     finally:
         console.close()
+        leave()
+
+
+def _without_nproc(arguments: list[str]) -> list[str]:
+    """The same command for each of the processes."""
+    kept = [a for i, a in enumerate(arguments) if a != "--nproc" and (i == 0 or arguments[i - 1] != "--nproc")]
+    return [argument for argument in kept if not argument.startswith("--nproc=")]
 
 
 def with_resume_value(arguments: list[str]) -> list[str]:

@@ -117,7 +117,8 @@ class GradientCheckpointing(Strategy):
     def breaks(self) -> frozenset[Trait]:
         # compiled layers save what they like, which no budget can know beforehand
         more = self.offload or self.keep or self.budget is not None or self.layers_per_checkpoint > 1
-        return frozenset({Trait.RUN_ONCE, Trait.PURE_BLOCKS} if more else {Trait.RUN_ONCE})
+        grouped = {Trait.LAYER_BY_LAYER} if self.layers_per_checkpoint > 1 else set()
+        return frozenset({Trait.RUN_ONCE, *([Trait.PURE_BLOCKS] if more else []), *grouped})
 
     @property
     def period(self) -> int | None:

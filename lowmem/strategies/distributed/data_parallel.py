@@ -40,11 +40,11 @@ def over_ranks(
 ) -> ForwardBackward:
     """The pass over this rank's share, and the mean loss over all.
 
-    The engine averages gradients over the ranks, where the sum is wanted: so the divisor of gradients, and of nothing
-    else, is `size` times smaller.
+    Gradients are to be added up over the ranks, not averaged: an average would have to be made up for in the loss,
+    which under float16 overflows then where one process does not.
 
     Args:
-        forward_backward: of one rank.
+        forward_backward: of one rank; its engine adds up gradients.
         world: whose dimension `data` is meant.
         unsynchronised: inside, a backward pass adds to this rank's gradients only; null: all micro-batches go in one
             pass.
@@ -55,22 +55,18 @@ def over_ranks(
 
     def shared(micro_batches: list[list[Sample]], divisor: float | Tensor) -> Tensor:
         mine = share(micro_batches, rank, size)
-        if not torch.is_grad_enabled():
+        if unsynchronised is None or len(mine) == 1 or not torch.is_grad_enabled():
             return world.sum(forward_backward(mine, divisor), "data")
-        if unsynchronised is None or len(mine) == 1:
-            total = forward_backward(mine, divisor / size)
-        else:
-            with unsynchronised():
-                total = forward_backward(mine[:-1], divisor / size)
-            total = total + forward_backward(mine[-1:], divisor / size)
-        return world.sum(total / size, "data")
+        with unsynchronised():
+            total = forward_backward(mine[:-1], divisor)
+        return world.sum(total + forward_backward(mine[-1:], divisor), "data")
 
     return shared
 
 
 @torch.no_grad()
-def average_gradients(parameters: Iterable[nn.Parameter], world: World, bucket_bytes: float) -> None:
-    """Put the mean over the ranks along `data` in place of every gradient; where a rank has none, it counts as zero.
+def sum_gradients(parameters: Iterable[nn.Parameter], world: World, bucket_bytes: float) -> None:
+    """Put the sum over the ranks along `data` in place of every gradient; where a rank has none, it counts as zero.
 
     Args:
         parameters: the same on all ranks of the group, in the same order.
@@ -89,8 +85,8 @@ def average_gradients(parameters: Iterable[nn.Parameter], world: World, bucket_b
         bucket = [gradients.pop(0)]
         while gradients and gradients[0].dtype == bucket[0].dtype and _bytes([*bucket, gradients[0]]) <= bucket_bytes:
             bucket.append(gradients.pop(0))
-        flat = torch.cat([g.flatten() for g in bucket]).div_(world.group_size("data"))
-        parts = world.sum(flat, "data").split([g.numel() for g in bucket])
+        flat = torch.cat([g.flatten() for g in bucket])
+        parts = torch.split(world.sum(flat, "data"), [g.numel() for g in bucket])
         for g, part in zip(bucket, parts, strict=True):
             g.copy_(part.view_as(g))
 

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lowmem.config import LoadConfig
 from lowmem.errors import UserError
 from lowmem.run import Run
-from lowmem.strategies.distributed.data_parallel import average_gradients, over_ranks
+from lowmem.strategies.distributed.data_parallel import over_ranks, sum_gradients
 from lowmem.strategy import ForwardBackward, Loss, Sample, Stage, Strategy, Trait
 
 
@@ -77,6 +78,7 @@ class DDP(Strategy):
             find_unused_parameters=self.find_unused_parameters,
             gradient_as_bucket_view=True,
         )
+        self._engine.register_comm_hook(run.world.group("data"), lambda group, bucket: _add_up(group, bucket))
 
         def reduced(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
             summed: Tensor = self._engine(inputs) if torch.is_grad_enabled() else loss(model, inputs)
@@ -89,18 +91,25 @@ class DDP(Strategy):
             return over_ranks(forward_backward, run.world, self._unsynchronised)
 
         # The engine listens to a call of the whole model, and here nobody makes one.
-        def averaged(micro_batches: list[list[Sample]], divisor: float | Tensor) -> Tensor:
+        def summed(micro_batches: list[list[Sample]], divisor: float | Tensor) -> Tensor:
             loss = forward_backward(micro_batches, divisor)
             if torch.is_grad_enabled():
-                average_gradients(run.trainable.values(), run.world, self.bucket_cap_mb * 2**20)
+                sum_gradients(run.trainable.values(), run.world, self.bucket_cap_mb * 2**20)
             return loss
 
-        return over_ranks(averaged, run.world)
+        return over_ranks(summed, run.world)
 
     @contextmanager
     def _unsynchronised(self) -> Iterator[None]:
         with self._engine.no_sync():
             yield
+
+
+def _add_up(group: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+    """Gradients summed over the ranks; without a hook they are averaged."""
+    work: Any = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    future: torch.futures.Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
+    return future
 
 
 class _Pass(nn.Module):

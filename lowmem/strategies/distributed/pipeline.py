@@ -76,8 +76,8 @@ class PipelineParallel(Strategy):
         if run.world.group_size("pipeline") == 1:
             return model
         self._stages = Stages(model, run.world.group_size("pipeline"))
-        self._stages.require_own_parameters()
         self._stages.prove()
+        self._stages.require_own_parameters()
         self._stages.keep(run.world.place("pipeline"))
         return nn.Module.to(model, run.device)  # transformers' own refuses to move quantised weights
 
