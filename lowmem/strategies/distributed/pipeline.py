@@ -22,7 +22,7 @@ from lowmem.strategy import Loss, Sample, Stage, Strategy, Trait
 
 @dataclass
 class PipelineParallel(Strategy):
-    """torch.distributed.pipelining: stages of layers on the ranks of a group (GPipe: Huang et al. 2019).
+    """torch.distributed.pipelining: stages of layers on the ranks of a group (GPipe: Huang et al. 2019, arXiv:1811.06965).
 
     The first stage has the embedding, the last one norm, head and loss; hidden states go forward, their gradients back.
     All micro-batches of a pass have one shape: shorter ones are padded, rows without a target fill them up. Where there
@@ -30,8 +30,8 @@ class PipelineParallel(Strategy):
 
     Attributes:
         stages: stages, each on a rank of its own; null: as many as there are processes.
-        schedule: `1f1b` (Narayanan et al. 2019): a stage holds activations of no more micro-batches than there are
-            stages behind it; `gpipe`: of all.
+        schedule: `1f1b` (Narayanan et al. 2021, arXiv:2104.04473): a stage holds activations of no more micro-batches
+            than there are stages from it to the end; `gpipe`: of all.
     """
 
     stage: ClassVar[Stage] = Stage.PIPELINE
