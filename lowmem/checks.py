@@ -128,7 +128,7 @@ def require_finite(run: Run, damaged: bool = False) -> None:
     """
     if run.device.type == "meta":
         return
-    gradients = [p.grad for p in run.trainable.values() if p.grad is not None]
+    gradients = run.gradients()
     if gradients and "grad_norm" not in run.metrics:
         run.log(grad_norm=global_norm(gradients, run.world))
     loss, norm = _read(run.metrics["loss"], run.metrics.get("grad_norm", 0.0), run.device)

@@ -33,6 +33,7 @@ class Run:
         world: the processes that share the run.
         autocast: the context in which operations run outside of a loss, too.
         loop: what computes a pass in place of the plain loop over micro-batches; null: that loop.
+        find_gradients: the gradients of a step, where an engine keeps them elsewhere than in `Parameter.grad`.
         model: the wrapped model, once it exists.
         trainable: name -> parameter, once the model exists.
         optimizer: once it exists.
@@ -49,6 +50,7 @@ class Run:
     world: World = field(default_factory=World)
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
     loop: ForwardBackward | None = None
+    find_gradients: Callable[[], list[Tensor]] | None = None
     subject: Callable[[], Subject] | None = None
     model: nn.Module | None = None
     trainable: dict[str, nn.Parameter] = field(default_factory=dict)
@@ -63,6 +65,12 @@ class Run:
     def log(self, **metrics: float | Tensor | bool) -> None:
         """Add to the metrics of the current step (tensors are read only when a line is written)."""
         self.metrics.update(metrics)
+
+    def gradients(self) -> list[Tensor]:
+        """All gradients of the step, or this rank's parts of them; they may be scaled in place."""
+        if self.find_gradients is not None:
+            return self.find_gradients()
+        return [p.grad for p in self.trainable.values() if p.grad is not None]
 
     def count(self, name: str) -> int:
         """One more of `name`; returns how many there were."""

@@ -1,10 +1,14 @@
-"""Tensors of which every rank holds a part (torch's DTensor): their parts, the whole, and norms over all ranks."""
+"""Tensors of which every rank holds a part: their parts, the whole, and norms over all ranks.
+
+They are torch's DTensor, or tensors of another engine: those have an attribute `parts` (`Parts`), or, where nobody
+wants the whole, `cut_along`, a dimension of the world.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -23,32 +27,88 @@ def is_part(tensor: object) -> TypeGuard[DTensor]:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+class Parts(Protocol):
+    """How an engine of its own spreads a tensor over the ranks along one dimension of the world.
+
+    Attributes:
+        shape: of the whole.
+    """
+
+    shape: torch.Size
+
+    def local(self) -> Tensor:
+        """This rank's part, as a view."""
+
+    def whole(self) -> Tensor:
+        """The whole; all ranks must ask."""
+
+    def copy_whole(self, value: Tensor) -> None:
+        """Take this rank's part of a whole tensor."""
+
+
+def parts_of(tensor: object) -> Parts | None:
+    """How an engine of its own spreads this tensor; null for plain tensors and DTensor."""
+    return getattr(tensor, "parts", None)
+
+
+def _cut_along(tensor: object) -> str | None:
+    return getattr(tensor, "cut_along", None)
+
+
+def holds_parts(kinds: Iterable[type]) -> bool:
+    """Whether one of these classes is that of tensors that are spread over ranks."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and any(issubclass(kind, module.DTensor) for kind in kinds)
+
+
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor, as a view; a plain tensor as it is."""
+    if parts := parts_of(tensor):
+        return parts.local()
     return tensor.to_local() if is_part(tensor) else tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
     """The whole of a tensor; all ranks that hold parts of it must ask."""
+    if parts := parts_of(tensor):
+        return parts.whole()
     return tensor.full_tensor() if is_part(tensor) else tensor
+
+
+def whole_shape(tensor: Tensor) -> torch.Size:
+    """The shape of the whole of a tensor."""
+    parts = parts_of(tensor)
+    return parts.shape if parts else tensor.shape
+
+
+def set_data(tensor: Tensor, value: Tensor) -> None:
+    """`tensor.data = value`, which for a tensor that is spread changes nothing: its part is set."""
+    if is_part(tensor):
+        tensor._local_tensor = local(value)
+    else:
+        tensor.data = value
 
 
 @torch.no_grad()
 def copy_whole(into: Tensor, value: Tensor) -> None:
     """Fill a tensor from a whole one, which every rank has: each takes its own part."""
+    if parts := parts_of(into):
+        return parts.copy_whole(value)
     if is_part(into) and not is_part(value):
         from torch.distributed.tensor import distribute_tensor
 
         value = value.to(into.device)
         value = distribute_tensor(value, into.device_mesh, into.placements, src_data_rank=None)
     into.copy_(value)
+    return None
 
 
 def is_spread(tensors: Iterable[Tensor], world: World) -> bool:
     """Whether no rank has all of these."""
-    return world.group_size("pipeline") > 1 or any(is_part(tensor) for tensor in tensors)
+    return world.group_size("pipeline") > 1 or any(is_part(t) or parts_of(t) or _cut_along(t) for t in tensors)
 
 
+@torch.no_grad()
 def gathered(value: Any, world: World) -> Any:
     """Nested plain values with whole tensors, on the host of rank 0; other ranks get null.
 
@@ -63,9 +123,9 @@ def gathered(value: Any, world: World) -> Any:
 
 
 def _whole(value: Any, keep: bool) -> Any:
-    if is_part(value):
-        tensor = value.full_tensor()
-        return tensor.cpu() if keep else tensor.new_empty(0)
+    if is_part(value) or parts_of(value):
+        tensor = whole(value)
+        return to_host(tensor) if keep else tensor.new_empty(0)
     if isinstance(value, Mapping):
         return {key: _whole(item, keep) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -73,9 +133,14 @@ def _whole(value: Any, keep: bool) -> Any:
     return value
 
 
+def to_host(tensor: Tensor) -> Tensor:
+    """The tensor in the host's memory."""
+    return tensor.cpu()
+
+
 def _on_host(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return value.detach().cpu()
+        return to_host(value.detach())
     if isinstance(value, Mapping):
         return {key: _on_host(item) for key, item in value.items()}
     return value
@@ -109,7 +174,7 @@ def global_norm(tensors: list[Tensor], world: World) -> Tensor:
     for tensor in tensors:
         if is_part(tensor) and any(p.is_partial() for p in tensor.placements):
             tensor = tensor.full_tensor()
-        key, groups = _spread_over(tensor)
+        key, groups = _spread_over(tensor, world)
         kinds.setdefault(key, []).append(local(tensor))
         meshes[key] = groups
     total = torch.zeros((), device=_device(tensors, world))
@@ -127,8 +192,10 @@ def scale(tensors: list[Tensor], factor: Tensor) -> None:
         torch._foreach_mul_(parts, factor.to(parts[0].device))
 
 
-def _spread_over(tensor: Tensor) -> tuple[tuple[Any, ...], list[Any]]:
+def _spread_over(tensor: Tensor, world: World) -> tuple[tuple[Any, ...], list[Any]]:
     """The dimensions of its mesh along which a tensor is cut, and their process groups."""
+    if dimension := _cut_along(tensor):
+        return (dimension,), [world.group(dimension)]
     if not is_part(tensor):
         return (), []
     names = tensor.device_mesh.mesh_dim_names or ()

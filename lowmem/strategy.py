@@ -68,6 +68,7 @@ class Trait(StrEnum):
     SHARED = "the work to be shared among processes"
     WHOLE_MODEL = "one process to compute all layers"
     PLAIN_WEIGHTS = "weights to be matrices of plain numbers"
+    WEIGHTS_AT_HAND = "a weight to be whole wherever it is read"
 
 
 PLAIN_RUN = frozenset(
@@ -84,6 +85,7 @@ PLAIN_RUN = frozenset(
         Trait.ONE_PROCESS,
         Trait.WHOLE_MODEL,
         Trait.PLAIN_WEIGHTS,
+        Trait.WEIGHTS_AT_HAND,
     }
 )
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lowmem.embeddings import embedding_names, new_token_ids, resize_embeddings
 from lowmem.errors import UserError
 from lowmem.model import unwrapped
-from lowmem.sharded import copy_whole, gathered, is_spread
+from lowmem.sharded import copy_whole, gathered, is_spread, parts_of, whole_shape
 from lowmem.world import World
 
 
@@ -66,7 +66,8 @@ def load_weights(model: nn.Module, folder: Path, world: World) -> None:
         from peft import get_peft_model_state_dict
 
         # peft strips the adapter's name from the keys; the tensors are the live ones, so copying into them loads.
-        live = get_peft_model_state_dict(model, save_embedding_layers=False)
+        state = model.state_dict(keep_vars=True)
+        live = get_peft_model_state_dict(model, state_dict=state, save_embedding_layers=False)
         _copy_into(live, folder / "adapter_model.safetensors", world)
     else:
         _copy_into(_state(model), folder / "model.safetensors", world)
@@ -162,7 +163,7 @@ def complete_state(model: nn.Module, world: World) -> dict[str, Tensor] | None:
 
     All ranks must ask. The names are the model's, and those of peft's file for the stages of a model with an adapter.
     """
-    state = model.state_dict() if _is_peft(model) else _state(model)
+    state = model.state_dict(keep_vars=True) if _is_peft(model) else _state(model)
     if not is_spread(state.values(), world):
         return None
     if _is_peft(model) and world.group_size("pipeline") > 1:
@@ -182,11 +183,12 @@ def named_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
-    everything = model.state_dict()
+    everything = model.state_dict(keep_vars=True)  # a detached tensor would not know of its parts
     shared = {name for name, _ in model.named_parameters(remove_duplicate=False)} - {
         n for n, _ in model.named_parameters()
     }
-    return {name: tensor.detach() for name, tensor in everything.items() if name not in shared}
+    kept = {name: tensor for name, tensor in everything.items() if name not in shared}
+    return {name: tensor if parts_of(tensor) else tensor.detach() for name, tensor in kept.items()}
 
 
 def _is_peft(model: nn.Module) -> bool:
@@ -205,6 +207,6 @@ def _copy_into(live: dict[str, Tensor], path: Path, world: World) -> None:
             )
         for name, tensor in live.items():
             value = file.get_tensor(name)
-            if value.shape != tensor.shape:
-                raise UserError(f"{path}: {name} has shape {tuple(value.shape)}, the model wants {tuple(tensor.shape)}")
+            if value.shape != (wanted := whole_shape(tensor)):
+                raise UserError(f"{path}: {name} has shape {tuple(value.shape)}, the model wants {tuple(wanted)}")
             copy_whole(tensor, value)

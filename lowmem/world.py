@@ -30,6 +30,19 @@ TIMEOUT = "LOWMEM_TIMEOUT"  # seconds that a rank waits for the others
 _TIMEOUT = 600.0
 
 
+_foreseen = [1]  # ranks of a run on the meta device; the last one counts
+
+
+@contextmanager
+def ranks_foreseen(number: int) -> Iterator[None]:
+    """Inside, a run on the meta device is that of rank 0 of so many."""
+    _foreseen.append(number)
+    try:
+        yield
+    finally:
+        _foreseen.pop()
+
+
 @dataclass
 class World:
     """The processes of a run. One process is a world of its own, in which nothing needs to be told.
@@ -38,7 +51,7 @@ class World:
         rank: number of this process.
         size: processes in all.
         local_rank: number of this process on its machine, which is the number of its card.
-        device_type: `cuda` or `cpu`: what the processes compute with.
+        device_type: `cuda` or `cpu`: what the processes compute with; `meta`: this is rank 0 of a prediction.
         sizes: ranks along each dimension, as strategies have claimed them.
     """
 
@@ -56,8 +69,10 @@ class World:
         Raises:
             UserError: the others cannot be reached, or there are fewer cards than processes.
         """
+        if device.type == "meta":
+            return cls(size=_foreseen[-1], device_type=device.type)
         size = int(os.environ.get("WORLD_SIZE", "1"))
-        if size == 1 or device.type == "meta":
+        if size == 1:
             return cls(device_type=device.type)
         rank, local = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
         world = cls(rank, size, local, device.type)
@@ -122,7 +137,8 @@ class World:
         from torch.distributed.device_mesh import init_device_mesh
 
         shape = tuple(self.group_size(name) for name in DIMENSIONS)
-        return init_device_mesh(self.device_type, shape, mesh_dim_names=DIMENSIONS)
+        kind = "cpu" if self.device_type == "meta" else self.device_type  # torch has no groups of its own for it
+        return init_device_mesh(kind, shape, mesh_dim_names=DIMENSIONS)
 
     def group(self, dimension: str) -> Any:
         """The process group of this rank along a dimension."""

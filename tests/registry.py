@@ -16,6 +16,7 @@ from lowmem import (
     ChunkedCrossEntropy,
     ChunkedLayers,
     Compile,
+    DeepSpeedZeRO,
     GradientAccumulation,
     GradientCheckpointing,
     GradientClipping,
@@ -85,6 +86,7 @@ ROWS = (
     Row("accumulation-steps-3", lambda: GradientAccumulation(steps=3)),
     Row("retry-after-oom", after_a_failure),
     Row("packing", Packing),
+    Row("deepspeed-zero", DeepSpeedZeRO),  # one process; two: tests/distributed/test_deepspeed.py
     Row("adamw-8bit", AdamW8bit, bound=0.0005),
     Row("adamw-8bit-paged", lambda: AdamW8bit(paged=True), bound=0.0005),
     Row("bf16-autocast", MixedPrecision, bound=0.003),

@@ -34,6 +34,7 @@ def estimate(
     seq_length: LengthOption = None,
     batch_size: BatchOption = None,
     gpu_memory: MemoryOption = None,
+    gpus: Annotated[int, typer.Option("--gpus", min=1, help="Cards that share the run, by its ddp or fsdp_2.")] = 1,
     device: Annotated[str, typer.Option(help="cuda: as on a card; cpu: as on a CPU.")] = "cuda",
     expandable: ExpandableOption = True,
     data: Annotated[
@@ -62,7 +63,7 @@ def estimate(
     from lowmem.memory.trace import Trace
     from lowmem.memory.worst_batch import heaviest, worst_batches, worst_batches_of
 
-    run, worst, held_out = Subject.of(read), worst_batches(None, read.training), None
+    run, worst, held_out = replace(Subject.of(read), gpus=gpus), worst_batches(None, read.training), None
     if data:
         worst, held_out = worst_batches_of(read)
         run = replace(run, evaluation=held_out or ())

@@ -54,7 +54,7 @@ def show_estimate(found: Estimate, card: int | None, asked: str, batch: str) -> 
     """
     if found.device == "cuda":
         print(
-            f"{short(found.model)} needs {gib(found.needed_bytes)} of GPU memory "
+            f"{short(found.model)} needs {gib(found.needed_bytes)} of GPU memory{_each(found)} "
             f"({rows(found.lengths)} per optimizer step)"
         )
         _line(
@@ -67,6 +67,8 @@ def show_estimate(found: Estimate, card: int | None, asked: str, batch: str) -> 
             f"{short(found.model)} needs {gib(found.peak_allocated_bytes)} for tensors ({rows(found.lengths)} per step)"
         )
     _line("rows", batch)
+    if found.gpus > 1:
+        _line("sent", f"{gib(found.sent_bytes)} from each card to the others in an optimizer step")
     place = f", {found.place}" if found.place else ""
     _line("peak", f"in phase {found.phase}{place}, at {operation(found.operation)}")
     parts = ", ".join(f"{gib(size)} {category}" for category, size in found.host_phases[found.host_phase].items())
@@ -92,6 +94,10 @@ def show_estimate(found: Estimate, card: int | None, asked: str, batch: str) -> 
     if found.device == "cuda":
         print(f"What each technique saves: lowmem waterfall {asked}")
         print(f"What fits a card: lowmem plan --model {found.model} --gpu-memory 24GiB")
+
+
+def _each(found: Estimate) -> str:
+    return f" on each of {found.gpus} cards" if found.gpus > 1 else ""
 
 
 def show_waterfall(found: Waterfall, card: int | None) -> None:

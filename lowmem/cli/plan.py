@@ -19,6 +19,7 @@ GIB = 1024**3
 def plan(
     model: Annotated[str, typer.Option(help="A hub id, a known shape (llama-3.1-8b), a folder, a config.json.")],
     gpu_memory: Annotated[str | None, typer.Option(help="Of the card: 24GiB, 24GB (10^9 bytes each), bytes.")] = None,
+    gpus: Annotated[int, typer.Option(min=1, help="Cards of that memory which share the run.")] = 1,
     gpu: Annotated[str | None, typer.Option(help="The card whose speed is reckoned with: rtx 4090.")] = None,
     host_memory: Annotated[str | None, typer.Option(help="What a process may take of the host's memory.")] = None,
     seq_length: Annotated[
@@ -49,7 +50,13 @@ def plan(
         raise UserError("--train: has no effect without -o, which writes a recipe")
     plain = TrainingConfig()
     numbers = TrainingConfig(batch_size=batch_size or plain.batch_size, max_length=seq_length or plain.max_length)
-    asked: dict[str, Any] = {"gpu": gpu, "host_memory": host_memory, "training": numbers, "method": method}
+    asked: dict[str, Any] = {
+        "gpu": gpu,
+        "host_memory": host_memory,
+        "training": numbers,
+        "method": method,
+        "gpus": gpus,
+    }
     value: int | None = None
     if largest is not None:
         value, best = planner.furthest(model, gpu_memory, value=largest, **asked)
@@ -66,7 +73,8 @@ def plan(
         print_json({"max": value, **plans[0], "notes": notes} if largest else {"plans": plans, "notes": notes})
         return
     if largest is not None:
-        print(f"largest {largest}: {value:,}")
+        each = f" on each of {gpus} cards" if largest == "batch_size" and gpus > 1 else ""
+        print(f"largest {largest}: {value:,}{each}")
     _show(found, method, largest is not None)
     for note in notes:
         print(f"note: {note}")
@@ -89,6 +97,8 @@ def plan_as_dict(one: Plan) -> dict[str, Any]:
         "needed_bytes": one.needed_bytes,
         "capacity_bytes": one.problem.capacity,
         "card": one.problem.card.name,
+        "gpus": one.problem.gpus,
+        "sent_bytes": one.estimate.sent_bytes,
         "step_seconds": one.seconds,
         "tokens_per_second": one.tokens_per_second,
         "next_faster": one.faster and _miss_as_dict(one.faster),
@@ -113,13 +123,16 @@ def _show(found: list[Plan], method: str | None, is_largest: bool) -> None:
         f"{given.model.name_or_path}: {numbers.batch_size} rows of {numbers.max_length:,} tokens per optimizer step; "
         f"{usable:.2f} GiB for the allocator, {context:.2f} for CUDA itself; speed of {given.card.name}"
     )
-    columns = ["plan", "card, GiB", "host, GiB", "s/step", "tokens/s", "with", "given up", "next faster"]
+    many = given.gpus > 1
+    columns = ["plan", "card, GiB", "host, GiB", *(["sent, GiB"] if many else [])]
+    columns += ["s/step", "tokens/s", "with", "given up", "next faster"]
     table = new_table(*columns[: -1 if is_largest else None])
     for number, one in enumerate(found, 1):
         table.add_row(
             f"{number} {one.method}",
             f"{one.needed_bytes / GIB:.2f}",
             f"{one.estimate.host_bytes / GIB:.2f}",
+            *([f"{one.estimate.sent_bytes / GIB:.2f}"] if many else []),
             f"{one.seconds:.3g}",
             f"{one.tokens_per_second:,.0f}",
             _words(one.choice.settings()),
@@ -128,6 +141,11 @@ def _show(found: list[Plan], method: str | None, is_largest: bool) -> None:
         )
     print_table(table)
     print("card: reserved at most, 2 % margin, and CUDA's share")
+    if many:
+        print(
+            f"each of {given.gpus} cards and processes needs that much, and sends so much to the others in a step; "
+            "times are those of messages over the host's bus"
+        )
     if is_largest:
         return
     why = "the fastest" if method else "of the methods that fit, it gives up least; the fastest of that method"

@@ -23,6 +23,8 @@ CATEGORIES = (
     "activations",
     "loss",
     "temporaries",
+    "layers put together",
+    "communication",
     "inside kernels",
     "workspaces",
     "allocator slack",
@@ -30,6 +32,8 @@ CATEGORIES = (
 _NOT_IN_THE_RULE = {
     "loss": "logits and their gradients, as wide as the vocabulary",
     "temporaries": "copies, expanded weights, gradients of activations, for a moment",
+    "layers put together": "from the parts that all cards hold, while they compute",
+    "communication": "what is sent and received, for a moment",
     "inside kernels": "buffers of fused kernels",
     "workspaces": "cuBLAS has one for each thread",
     "allocator slack": "reserved, in use by no tensor",

@@ -86,7 +86,7 @@ class Plan:
     @property
     def rows_per_pass(self) -> int:
         """Rows of one forward pass."""
-        return rows_per_pass(self.choice, self.problem.training.batch_size)
+        return rows_per_pass(self.choice, self.problem.rows)
 
 
 def needed(found: Estimate) -> int:
@@ -192,7 +192,7 @@ class Search:
         return any(self._needs_less(miss, choice) for miss in self.misses.values() if miss.allocated)
 
     def _needs_less(self, miss: Miss, choice: Choice) -> bool:
-        rows = [rows_per_pass(one, self.problem.training.batch_size) for one in (miss.choice, choice)]
+        rows = [rows_per_pass(one, self.problem.rows) for one in (miss.choice, choice)]
         if miss.choice.micro_batches != choice.micro_batches or rows[0] > rows[1]:
             return False
         differing = [a for a in self.problem.axes if miss.choice.picks[a.name] is not choice.picks[a.name]]

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from lowmem.memory.cards import Card, Dtype
+from lowmem.memory.messages import COLLECTIVES, sent_bytes
 
-Kind = Literal["matmul", "attention", "elementwise", "transfer", "hidden transfer"]
+Kind = Literal["matmul", "attention", "elementwise", "transfer", "hidden transfer", "message"]
 
 
 class Cost(NamedTuple):
@@ -21,13 +22,14 @@ class Cost(NamedTuple):
 
     Attributes:
         op: its name.
-        kind: matrix product, fused attention, anything else on the card (`elementwise`), or a copy between host and
-            card, which other work may hide.
+        kind: matrix product, fused attention, anything else on the card (`elementwise`), a copy between host and card,
+            which other work may hide, or a message to other cards.
         dtype: of the products.
         flops: floating-point operations: of products, two per multiplication and addition; else one per result.
         bytes: read and written in the card's memory, every input and output once.
         launches: kernels.
         host_bytes: that cross the bus.
+        sent_bytes: to other cards.
     """
 
     op: str
@@ -37,12 +39,15 @@ class Cost(NamedTuple):
     bytes: float
     launches: float = 1
     host_bytes: float = 0
+    sent_bytes: float = 0
 
     def seconds(self, card: Card) -> float:
         """By the roofline: the slower of products and bytes, and the launches."""
         given = card.assumptions
         if self.kind in ("transfer", "hidden transfer"):
             return self.host_bytes / (card.pcie_bandwidth * given.pcie) + self.launches * given.launch_seconds
+        if self.kind == "message":  # over the bus, as cards without a link of their own do it
+            return self.sent_bytes / (card.pcie_bandwidth * given.pcie) + self.launches * given.launch_seconds
         memory = self.bytes / (card.memory_bandwidth * given.bandwidth)
         if self.kind == "elementwise":
             return memory + self.launches * given.launch_seconds
@@ -229,6 +234,11 @@ def _grouped(name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any
     return (Cost(name, "matmul", _dtype((rows,)), flops, _sum((rows, weights, result))),)
 
 
+def _message(name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> tuple[Cost, ...]:
+    """Something for the other ranks."""
+    return (Cost(name, "message", "float32", 0, 0, 1, 0, sent_bytes(name, args, kwargs)),)
+
+
 _RULES: Mapping[str, Rule] = {
     **{
         f"_scaled_dot_product_{kernel}{end}": _attention
@@ -238,4 +248,5 @@ _RULES: Mapping[str, Rule] = {
     "gemm_4bit": _gemm_4bit,
     **dict.fromkeys(("int8_linear_matmul", "int8_scaled_mm", "int8_mixed_scaled_mm"), _int8),
     "_grouped_mm": _grouped,
+    **dict.fromkeys(COLLECTIVES, _message),
 }

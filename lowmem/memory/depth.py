@@ -46,6 +46,11 @@ class Figures:
         return max(self.phases.values())
 
     @property
+    def sent_bytes(self) -> int:
+        """What a rank sends to the others in an optimizer step."""
+        return round(sum(total.sent_bytes for total in self.work.totals().values()))
+
+    @property
     def phase(self) -> str:
         """When the peak comes."""
         return max(self.phases, key=lambda name: self.phases[name])
@@ -105,7 +110,7 @@ def _line(near: Figures, far: Figures, steps: int) -> Figures:
 def traced(subject: Subject, lengths: Sequence[int], layers: int | None) -> Figures:
     """A step of a run as it is traced with so many layers (null: all)."""
     work = Work()
-    recorder = _Recorder(work)
+    recorder = StepWork(work)
     trace = subject.trace(lengths, layers=layers, look=recorder.watch, work=work)
     peaks = _peaks(trace)
     found = moments(trace, subject.vocabulary)
@@ -142,7 +147,7 @@ def _highest(events: Sequence[tuple[int, int]]) -> int:
     return most
 
 
-class _Recorder:
+class StepWork:
     """The work of a steady step, from a trace of two that leaves out like micro-batches (`predict.telling`).
 
     The first step runs a first micro-batch, the second a first one and a later one, which adds to gradients that are

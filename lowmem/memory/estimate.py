@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lowmem.errors import UserError
 from lowmem.memory.allocator import CachingAllocator, replay
+from lowmem.memory.depth import StepWork
 from lowmem.memory.host import host_ledgers
 from lowmem.memory.merging import merge_trace
 from lowmem.memory.meta import Device
@@ -17,6 +18,7 @@ from lowmem.memory.predict import judge, without_collections
 from lowmem.memory.rule_of_thumb import MemoryEstimate, estimate_memory_usage
 from lowmem.memory.subject import Subject
 from lowmem.memory.trace import Trace
+from lowmem.memory.work import Work
 
 if TYPE_CHECKING:
     from lowmem.recipe import Recipe
@@ -52,6 +54,8 @@ class Estimate:
         managed_bytes: memory of paged optimizer state. The allocator of the card knows nothing of it; it lies on the
             card while there is room, and moves to the host page by page.
         managed_at_once: how much of it one update touches, which must be on the card then.
+        gpus: cards that share the run; bytes are those of the one that needs most.
+        sent_bytes: what that card sends to the others in an optimizer step.
         left_out: parts of the run that could not be followed, in words.
         rule: the tutorial's rule of thumb for the same run.
     """
@@ -76,6 +80,8 @@ class Estimate:
     pinned_bytes: int
     managed_bytes: int
     managed_at_once: int
+    gpus: int
+    sent_bytes: int
     left_out: list[str]
     rule: MemoryEstimate
 
@@ -136,8 +142,18 @@ def estimate(
     """
     subject = run if isinstance(run, Subject) else Subject.of(run)
     rows = tuple(lengths) if lengths else (subject.training.max_length,) * subject.training.batch_size
+    if subject.gpus > 1:
+        rows = tuple(sorted(rows, reverse=True))  # the first card gets the longest
     seen: list[Trainer] = []
-    full = subject.trace(rows, device, look=seen.append, whole=True)
+    work = Work() if subject.gpus > 1 else None
+    step = StepWork(work) if work is not None else None
+
+    def look(trainer: Trainer) -> None:
+        seen.append(trainer)
+        if step is not None:
+            step.watch(trainer)
+
+    full = subject.trace(rows, device, look=look, whole=True, work=work)
     if trace is not None:
         vars(trace).update(vars(full))
     found = judge(full, expandable=expandable_segments, vocabulary=subject.vocabulary)
@@ -171,6 +187,8 @@ def estimate(
         found.pinned_bytes,
         found.managed_bytes,
         found.managed_at_once,
+        subject.gpus,
+        0 if step is None else round(sum(total.sent_bytes for total in step.step().totals().values())),
         subject.left_out,
         _rule(seen[0], max(rows)),
     )

@@ -40,7 +40,7 @@ def _with_length(given: Problem, value: int) -> Problem:
 def _with_rows(given: Problem, value: int) -> Problem:
     whole = Axis("split", split_options(value)[:1], per_row=True)
     axes = tuple(whole if axis.name == "split" else axis for axis in given.axes)
-    return replace(given, training=replace(given.training, batch_size=value), axes=axes)
+    return replace(given, training=replace(given.training, batch_size=value * given.gpus), axes=axes)
 
 
 def _with_rank(given: Problem, value: int) -> Problem:

@@ -95,7 +95,7 @@ class MemoryGuard:
             plain = Subject.of_module(self._model, training, copy.deepcopy(self.trainer.given))
         if plain is None:
             raise UserError("the model or a strategy cannot be copied")
-        return plain
+        return replace(plain, gpus=self.trainer.world.size)
 
     def _with_data(self, subject: Subject) -> Subject:
         """What is evaluated and answered beside training, by its real lengths."""

@@ -25,6 +25,7 @@ class Problem:
         capacity: bytes the allocator may reserve.
         host: bytes the process may take of the host's memory; null: no bound.
         axes: what is searched.
+        gpus: cards that share the run.
     """
 
     config: Callable[[str], Any]
@@ -34,6 +35,12 @@ class Problem:
     capacity: int
     host: int | None
     axes: Sequence[Axis]
+    gpus: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Rows of an optimizer batch that a card gets, at most."""
+        return -(-self.training.batch_size // self.gpus)
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -46,9 +53,10 @@ class Problem:
 
     def subject(self, choice: Choice) -> Subject:
         """The run that a choice comes to."""
-        return Subject.of_config(
+        subject = Subject.of_config(
             self.config(choice.dtype), self.model_of(choice), choice.training(self.training), choice.strategies()
         )
+        return replace(subject, gpus=self.gpus)
 
 
 @dataclass(frozen=True)
@@ -156,7 +164,7 @@ class Family:
 
     def guess(self, choice: Choice) -> Guess:
         """The base's costs at so many rows a pass, and the effect of every other answer."""
-        batch = self.costs.problem.training.batch_size
+        batch = self.costs.problem.rows
         rows = rows_per_pass(choice, batch)
         seconds, phases = self._at(rows, batch)
         for axis in self.axes:
@@ -197,7 +205,7 @@ class Family:
             ((c, other) for c, other in pairs if other.key in index), key=lambda pair: self._leanness(pair[0])
         )
         one, other = self.costs.exact(with_it), self.costs.exact(without)
-        rows = rows_per_pass(with_it, self.costs.problem.training.batch_size) if axis.per_row else 1
+        rows = rows_per_pass(with_it, self.costs.problem.rows) if axis.per_row else 1
         phases = {p: (one.phases.get(p, 0) - other.phases.get(p, 0)) / rows for p in {**one.phases, **other.phases}}
         launching = one.launching - other.launching
         seconds = one.seconds - other.seconds - launching

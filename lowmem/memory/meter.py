@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from lowmem.memory.timeline import Timeline, highest_moments
 from lowmem.memory.trace import Trace
 from lowmem.observers import Event
+from lowmem.sharded import local
 
 if TYPE_CHECKING:
     from lowmem.trainer import Trainer
@@ -86,7 +87,7 @@ class MemoryLedger:
 
         def gradient(parameter: Tensor) -> None:
             if parameter.grad is not None:
-                meter.see(parameter.grad, "gradients")
+                meter.see(local(parameter.grad), "gradients")
 
         for parameter in trainer.run.trainable.values():
             self.hooks.append(parameter.register_post_accumulate_grad_hook(gradient))  # type: ignore[no-untyped-call]
@@ -115,7 +116,15 @@ class MemoryLedger:
 
 
 def tensors_by_category(trainer: Trainer) -> Iterator[tuple[str, Iterable[Tensor]]]:
-    """The lasting tensors of a run: weights, the optimizer's state, and what strategies keep (averages)."""
+    """The lasting tensors of a run: weights, the optimizer's state, and what strategies keep (averages).
+
+    Of a tensor that is spread over ranks, this one's part.
+    """
+    for label, tensors in _by_category(trainer):
+        yield label, map(local, tensors)
+
+
+def _by_category(trainer: Trainer) -> Iterator[tuple[str, Iterable[Tensor]]]:
     trainable = {id(p) for p in trainer.run.trainable.values()}
     parameters = list(trainer.model.parameters())
     yield "weights, frozen", [p for p in parameters if id(p) not in trainable]

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lowmem import checkpoint, weights
+from lowmem import checkpoint, sharded, weights
 from lowmem.answers import Prompt, continued, longest_answer, prompt_ids
 from lowmem.memory.load import OnDisk, without_bars
 from lowmem.memory.trace import Trace
@@ -184,6 +184,7 @@ def files_without_data() -> Iterator[dict[Path, dict[str, OnDisk]]]:
             (transformers.modeling_utils, "safe_save_file"),
         ):
             stack.enter_context(patch.object(module, name, safetensors))
+        stack.enter_context(patch.object(sharded, "to_host", _whole_on_host))
         stack.enter_context(patch.object(peft_model, "id_tensor_storage", lambda t: t.untyped_storage()._cdata))
         stack.enter_context(patch.object(checkpoint, "_save", _state))
         yield written
@@ -194,6 +195,12 @@ def _state(value: Any, path: Path) -> None:
     for tensor in checkpoint._tensors(value):
         _on_host(tensor)
     path.touch()
+
+
+def _whole_on_host(tensor: Tensor) -> Tensor:
+    """The copy that rank 0 makes of a tensor which was put together to be saved."""
+    copy = _on_host(tensor)
+    return tensor if copy is None else copy
 
 
 def _on_host(tensor: Tensor) -> Tensor | None:

@@ -39,6 +39,7 @@ def plan(
     host_memory: int | str | None = None,
     training: TrainingConfig | None = None,
     method: str | None = None,
+    gpus: int = 1,
     few: int = 3,
     axes: Sequence[Axis] | None = None,
     fork: bool = False,
@@ -52,6 +53,7 @@ def plan(
         host_memory: what the process may take of the host's memory; null: no bound.
         training: the numbers of the run; every row is taken to have `max_length` tokens.
         method: `full`, `lora` or `qlora`; null: all three.
+        gpus: cards of that memory, each with a process of its own, which share the run.
         few: how many plans of a method that was given.
         axes: what is searched, in place of `axes_for(...)`.
         fork: several methods are searched side by side, in copies of this process, where the system can.
@@ -64,7 +66,8 @@ def plan(
         NothingFitsError: nothing fits.
         UserError: an unknown card, model or size.
     """
-    given = problem(model, gpu_memory, gpu=gpu, host_memory=host_memory, training=training, method=method, axes=axes)
+    asked: dict[str, Any] = {"gpu": gpu, "host_memory": host_memory, "training": training, "method": method}
+    given = problem(model, gpu_memory, **asked, axes=axes, gpus=gpus)
     methods = _methods(method)
     if fork and len(methods) > 1 and can_fork():
         tasks = [partial(_plans_apart, given, name) for name in methods]
@@ -91,12 +94,14 @@ def furthest(
     host_memory: int | str | None = None,
     training: TrainingConfig | None = None,
     method: str | None = None,
+    gpus: int = 1,
 ) -> tuple[int, Plan]:
     """The largest sequence length, batch or rank for which something fits.
 
     Args:
-        model, gpu_memory, gpu, host_memory, training, method: as for `plan`.
-        value: `seq_length`; `batch_size`: rows that pass at once, as any number fits in turn; `rank` of adapters.
+        model, gpu_memory, gpu, host_memory, training, method, gpus: as for `plan`.
+        value: `seq_length`; `batch_size`: rows that pass at once (on each card), as any number fits in turn; `rank` of
+            adapters.
 
     Returns:
         The value (of lengths the tolerance is 1 %), and what fits it.
@@ -110,7 +115,8 @@ def furthest(
     if value == "rank" and method == "full":
         raise UserError("--max rank: full fine-tuning has no adapters; use --method lora or qlora")
     methods = [name for name in _methods(method) if value != "rank" or name != "full"]
-    given = problem(model, gpu_memory, gpu=gpu, host_memory=host_memory, training=training, method=method)
+    asked: dict[str, Any] = {"gpu": gpu, "host_memory": host_memory, "training": training, "method": method}
+    given = problem(model, gpu_memory, **asked, gpus=gpus)
     found = Furthest(given, value, methods).find()
     if found is None:
         raise _nothing_fits(Search(given), methods)
@@ -126,6 +132,7 @@ def problem(
     training: TrainingConfig | None = None,
     method: str | None = None,
     axes: Sequence[Axis] | None = None,
+    gpus: int = 1,
 ) -> Problem:
     """What is to be planned; see `plan`."""
     named = model if isinstance(model, ModelConfig) else ModelConfig(str(model))
@@ -141,7 +148,8 @@ def problem(
         speed,
         capacity,
         None if host_memory is None else parse_size(host_memory, "--host-memory"),
-        axes if axes is not None else axes_for(numbers, half, _methods(method)),  # type: ignore[arg-type]
+        axes if axes is not None else axes_for(numbers, half, _methods(method), gpus=gpus),  # type: ignore[arg-type]
+        gpus,
     )
 
 

@@ -22,6 +22,7 @@ from lowmem.memory.phases import Around, follow
 from lowmem.memory.trace import Trace
 from lowmem.memory.work import Work
 from lowmem.model import blocks
+from lowmem.sharded import local
 from lowmem.strategy import Sample, Strategy
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ def record(
     look: Callable[[Trainer], None] | None = None,
     work: Work | None = None,
     around: Around | None = None,
+    ranks: int = 1,
 ) -> Trace:
     """Two optimizer steps of the real trainer, loop and strategies, on rows of these lengths.
 
@@ -85,12 +87,13 @@ def record(
         look: is shown the trainer, built and not yet run.
         work: is shown every operation, for the time it would take.
         around: what the run does beside its steps; null: nothing.
+        ranks: processes that share the run; the record is of the first.
     """
     rows = [{"input_ids": torch.ones(length, dtype=torch.int32).numpy()} for length in lengths]
     numbers = replace(
         steps_alone(training), batch_size=len(rows), max_steps=2, max_length=max(training.max_length, *lengths)
     )
-    with without_collections(), on_meta(device), ExitStack() as active:
+    with without_collections(), on_meta(device, ranks), ExitStack() as active:
         trace = Trace(device, work)
         if isinstance(model, nn.Module):
             trainer = _trainer(model, rows, numbers, strategies)
@@ -181,7 +184,7 @@ def _follow(trace: Trace, trainer: Trainer) -> None:
 
     def gradient(parameter: Tensor) -> None:
         if parameter.grad is not None:
-            trace.see(parameter.grad, "gradients")
+            trace.see(local(parameter.grad), "gradients")
 
     for parameter in trainer.run.trainable.values():
         parameter.register_post_accumulate_grad_hook(gradient)  # type: ignore[no-untyped-call]

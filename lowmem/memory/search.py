@@ -135,7 +135,7 @@ def choices(axes: Sequence[Axis], numbers: TrainingConfig) -> Iterator[Choice]:
 
 
 def axes_for(
-    numbers: TrainingConfig, half: Half = "bfloat16", methods: Sequence[str] = METHODS, rank: int = 16
+    numbers: TrainingConfig, half: Half = "bfloat16", methods: Sequence[str] = METHODS, rank: int = 16, gpus: int = 1
 ) -> tuple[Axis, ...]:
     """The whole search space.
 
@@ -144,15 +144,17 @@ def axes_for(
         half: the 16-bit dtype that the card computes in.
         methods: those to be searched.
         rank: of adapters.
+        gpus: cards that share the run.
     """
     return (
+        *((_SHARED,) if gpus > 1 else ()),
         Axis("method", tuple(row for row in _methods(half, rank) if row.name in methods), family=True),
         Axis("precision", tuple(row for row in _precisions(half) if half in row.half), family=True),
         _OPTIMIZER,
         _PLACEMENT,
         _CHECKPOINTING,
         _LOSS,
-        Axis("split", split_options(numbers.batch_size), per_row=True),
+        Axis("split", split_options(-(-numbers.batch_size // gpus)), per_row=True),
     )
 
 
@@ -186,6 +188,7 @@ def _precisions(half: Half) -> tuple[Option, ...]:
     )
 
 
+_SHARED = Axis("cards", (Option("ddp", {"ddp": {}}), Option("fsdp_2", {"fsdp_2": {}})), family=True)
 # Paged moments are not here: while they fit they are the same, and a plan is only made of what fits.
 _OPTIMIZER = Axis(
     "optimizer",
@@ -224,6 +227,6 @@ def split_options(batch_size: int) -> tuple[Option, ...]:
 
 
 def rows_per_pass(choice: Choice, batch_size: int) -> int:
-    """Rows of one forward pass."""
+    """Rows of one forward pass on a card that gets `batch_size` of an optimizer batch."""
     given = choice.picks["split"].strategies.get("gradient_accumulation", {})
     return int(given.get("micro_batch_size", batch_size))

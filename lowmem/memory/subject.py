@@ -29,6 +29,7 @@ from lowmem.model import blocks
 from lowmem.run import Run
 from lowmem.strategies import with_defaults
 from lowmem.strategy import Stage, Strategy, resolve, traits
+from lowmem.world import World
 
 if TYPE_CHECKING:
     from lowmem.recipe import Recipe
@@ -53,6 +54,7 @@ class Subject:
         evaluation: tokens of each row of the largest evaluation batch; none: `eval_batch_size` rows of `max_length`,
             where `data` names rows to evaluate.
         answers: the prompts that are answered; null: what `data` names, where it can be read here.
+        gpus: cards that share the run, each with a process of its own; what is predicted is the first of them.
     """
 
     name: str
@@ -67,6 +69,7 @@ class Subject:
     data: DataConfig | None = None
     answers: Answers | None = None
     evaluation: tuple[int, ...] = ()
+    gpus: int = 1
 
     @classmethod
     def of(cls, recipe: Recipe) -> Subject:
@@ -165,10 +168,11 @@ class Subject:
         """
         strategies = copy.deepcopy(list(self.strategies))
         if not whole:
-            return record(self.make_model(layers), self.training, strategies, device, lengths, look, work)
+            model = self.make_model(layers)
+            return record(model, self.training, strategies, device, lengths, look, work, ranks=self.gpus)
         load = self.load
-        model = self.make_model(layers) if load is None else lambda: load(layers, self.strategies, device)
-        return record(model, self.training, strategies, device, lengths, look, work, self.around)
+        loaded = self.make_model(layers) if load is None else lambda: load(layers, self.strategies, device)
+        return record(loaded, self.training, strategies, device, lengths, look, work, self.around, self.gpus)
 
     @property
     def around(self) -> Around:
@@ -249,7 +253,7 @@ def read_recipe(
 def load_config(model: ModelConfig, training: TrainingConfig, strategies: Sequence[Strategy]) -> LoadConfig:
     """How a model is loaded for a run, on the meta device."""
     ordered = resolve(with_defaults(copy.deepcopy(list(strategies)), training))
-    run = Run(training, META, traits(ordered)[0])
+    run = Run(training, META, traits(ordered)[0], World.start(META))
     load = LoadConfig.of(model, META)
     for strategy in ordered:
         load = strategy.configure(load, run)

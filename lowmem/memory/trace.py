@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import weakref
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.utils import _device
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from lowmem.memory.operation import Operation, likeness
 from lowmem.ops.without_data import known_place, label_now, place_now, times_now
+from lowmem.sharded import holds_parts
 
 if TYPE_CHECKING:
     from lowmem.memory.work import Work
@@ -85,6 +88,8 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, and look at what it returns."""
+        if types and holds_parts(types):
+            return NotImplemented  # torch comes back with the operations on this rank's parts
         known = self._operations.get(id(func))
         if known is None:
             known = self._operations[id(func)] = Operation(func, self.device)
@@ -105,9 +110,26 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.work.see(func, args, kwargs, result, self._now(), times_now())
         return result
 
+    def __enter__(self) -> Trace:
+        """From now on, storages that grow or shrink (`fully_shard` empties its layers so) are seen, too."""
+        real = torch.UntypedStorage.resize_
+
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            before = storage.nbytes()
+            result = real(storage, size)
+            self._resized(storage, before)
+            return result
+
+        self._patches = ExitStack()
+        self._patches.enter_context(patch.object(torch.UntypedStorage, "resize_", resize))
+        self._patches.enter_context(_questions_unseen())
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
     def __exit__(self, *error: Any) -> None:
         """What dies later is no part of it."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._patches.close()
         self._guards.clear()
 
     def _recall(self, func: Any, args: Any, kwargs: Any, operation: Operation) -> Any:
@@ -175,6 +197,18 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.storages[number].label = label
         return number
 
+    def _resized(self, storage: torch.UntypedStorage, before: int) -> None:
+        """What had one size is another storage with the new one, at the same address."""
+        address, size = storage._cdata, storage.nbytes()
+        number = self._numbers.get(address)
+        if number is None or before == size:
+            return
+        old = self.storages[number]
+        self._guards.pop(number, None)
+        self._record(number, -before)
+        new = self._numbers[address] = self._born(size, "resize_", old.shape, old.label, old.kept_on)
+        self._guards[new] = weakref.ref(storage, lambda _, a=address, n=new, s=size: self._died(a, n, s))  # type: ignore[misc]
+
     def place_of(self, tensor: Tensor) -> str | None:
         """Where a tensor's storage lies (`Storage.kept_on`); None where it was never seen."""
         number = self._numbers.get(tensor.untyped_storage()._cdata)
@@ -236,6 +270,23 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             sizes[words] += storage.size
             counts[words] += 1
         return [(size, counts[words], words) for words, size in sizes.most_common()]
+
+
+@contextmanager
+def _questions_unseen() -> Iterator[None]:
+    """Inside, torch finds out the shapes of spread tensors, for which it runs operations without data, unseen."""
+    module: Any = sys.modules.get("torch.distributed.tensor._sharding_prop")
+    if module is None:
+        yield
+        return
+    real = module.ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def asked(self: Any, schema: Any) -> Any:
+        with _disable_current_modes():
+            return real(self, schema)
+
+    with patch.object(module.ShardingPropagator, "_propagate_tensor_meta_non_cached", asked):
+        yield
 
 
 def _place(tensor: Tensor) -> str:

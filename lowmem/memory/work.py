@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lowmem.memory.cards import Card
 from lowmem.memory.costs import Cost, costs_of, is_free
+from lowmem.memory.messages import ranks_of
 
 
 @dataclass
@@ -22,12 +23,14 @@ class Totals:
         bytes: read and written in the card's memory.
         launches: kernels.
         host_bytes: between host and card.
+        sent_bytes: to other cards, by this one.
     """
 
     flops: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     bytes: float = 0
     launches: float = 0
     host_bytes: float = 0
+    sent_bytes: float = 0
 
 
 class Work:
@@ -60,6 +63,8 @@ class Work:
         if is_free(func):
             return
         key: list[Any] = [func, phase]
+        if func.namespace == "c10d":
+            key.append(ranks_of(args))
         _describe(args, key)
         if kwargs:
             _describe(kwargs.values(), key)
@@ -97,17 +102,18 @@ class Work:
             total.bytes += count * cost.bytes
             total.launches += count * cost.launches
             total.host_bytes += count * cost.host_bytes
+            total.sent_bytes += count * cost.sent_bytes
         return dict(found)
 
     def seconds(self, card: Card) -> dict[str, float]:
         """Phase -> predicted seconds: the sum over operations of the slower of products and bytes, and the launch.
 
-        Copies on a stream of their own take time only where they outlast the phase's other work.
+        Messages, and copies on a stream of their own, take time only where they outlast the phase's other work.
         """
         busy: dict[str, float] = defaultdict(float)
         hidden: dict[str, float] = defaultdict(float)
         for (phase, cost), count in self.counts.items():
-            where = hidden if cost.kind == "hidden transfer" else busy
+            where = hidden if cost.kind in ("hidden transfer", "message") else busy
             where[phase] += count * cost.seconds(card)
         return {phase: max(busy[phase], hidden[phase]) for phase in {**busy, **hidden}}
 

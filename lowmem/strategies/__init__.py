@@ -15,6 +15,7 @@ from lowmem.strategies.chunked_loss import ChunkedCrossEntropy
 from lowmem.strategies.clipping import GradientClipping
 from lowmem.strategies.compile import Compile
 from lowmem.strategies.distributed.ddp import DDP
+from lowmem.strategies.distributed.deepspeed import DeepSpeedZeRO
 from lowmem.strategies.distributed.fsdp import FSDP2
 from lowmem.strategies.distributed.pipeline import PipelineParallel
 from lowmem.strategies.ema import EMA
@@ -54,6 +55,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "pipeline_parallel": PipelineParallel,
     "ddp": DDP,
     "fsdp_2": FSDP2,
+    "deepspeed_zero": DeepSpeedZeRO,
 }
 
 
@@ -78,6 +80,7 @@ __all__ = [
     "ChunkedCrossEntropy",
     "ChunkedLayers",
     "Compile",
+    "DeepSpeedZeRO",
     "FusedKernels",
     "GradientAccumulation",
     "GradientCheckpointing",

@@ -45,6 +45,10 @@ class ChunkedLayers(Strategy):
             raise UserError("chunked_layers.chunk_size: counts from 1")
 
     @property
+    def needs(self) -> frozenset[Trait]:
+        return frozenset({Trait.WEIGHTS_AT_HAND})
+
+    @property
     def breaks(self) -> frozenset[Trait]:
         return frozenset({Trait.PURE_BLOCKS})
 

@@ -40,7 +40,7 @@ class GradientClipping(Strategy):
 
     def wrap_step(self, step: Step, run: Run) -> Step:
         def clipped() -> None:
-            gradients = [p.grad for p in run.trainable.values() if p.grad is not None]
+            gradients = run.gradients()
             norm = global_norm(gradients, run.world)
             run.log(grad_norm=norm)  # the step inside looks at it; a norm that is not finite goes no further
             scale(gradients, (self.max_norm / (norm + 1e-6)).clamp(max=1.0))

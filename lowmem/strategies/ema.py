@@ -42,7 +42,7 @@ class EMA(Strategy):
 
     @property
     def needs(self) -> frozenset[Trait]:
-        return frozenset({Trait.STATIC_PARAMS})
+        return frozenset({Trait.STATIC_PARAMS, Trait.WEIGHTS_AT_HAND})
 
     def wrap_step(self, step: Step, run: Run) -> Step:
         # dict.update keeps the object that wrap_inference and load_state_dict hold, too

@@ -97,7 +97,7 @@ class MixedPrecision(Strategy):
         scaler = self._scaler
 
         def unscaled() -> None:
-            optimizer = _StandIn(list(run.trainable.values()), step)
+            optimizer = _StandIn(run.gradients(), step)
             scaler.unscale_(optimizer)
             if not run.world.is_silent:
                 _agree_on_overflow(scaler, optimizer, run)
@@ -157,9 +157,15 @@ class _ScalerWithoutData:
 
 
 class _StandIn:
-    """What the scaler takes for an optimizer: its step is the wrapped one, so a skip skips clipping and averages."""
+    """What the scaler takes for an optimizer: its step is the wrapped one, so a skip skips clipping and averages.
 
-    def __init__(self, parameters: list[nn.Parameter], step: Callable[[], None]) -> None:
+    Its parameters stand for those whose gradients these are, wherever an engine keeps them.
+    """
+
+    def __init__(self, gradients: list[Tensor], step: Callable[[], None]) -> None:
+        parameters = [gradient.detach() for gradient in gradients]
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
         self.param_groups = [{"params": parameters}]
         self._step = step
         self.stepped = False

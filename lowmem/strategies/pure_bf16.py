@@ -13,6 +13,7 @@ from lowmem.config import LoadConfig
 from lowmem.ops.optimizers import PerParameter
 from lowmem.ops.rounding import stochastic_round
 from lowmem.run import Run
+from lowmem.sharded import local, set_data
 from lowmem.strategy import MakeOptimizer, Stage, Strategy, Trait
 
 
@@ -63,14 +64,16 @@ def _stand_in(parameter: nn.Parameter, make: MakeOptimizer) -> tuple[Optimizer, 
     wide = nn.Parameter(parameter.detach().float())
     wide.stands_for = parameter  # type: ignore[attr-defined]  # a rule may depend on which parameter it is
     optimizer = make([wide])
-    wide.data = wide.data.new_empty(0)  # between updates the stand-in holds nothing
+    set_data(wide, local(wide.data).new_empty(0))  # between updates the stand-in holds nothing
     return optimizer, wide
 
 
 @torch.no_grad()
 def _update(parameter: nn.Parameter, wide: nn.Parameter, optimizer: Optimizer) -> None:
     assert parameter.grad is not None
-    wide.data, wide.grad = parameter.float(), parameter.grad.float()
+    set_data(wide, parameter.float())
+    wide.grad = parameter.grad.float()
     optimizer.step()
     parameter.copy_(stochastic_round(wide))
-    wide.data, wide.grad = wide.data.new_empty(0), None
+    set_data(wide, local(wide.data).new_empty(0))
+    wide.grad = None

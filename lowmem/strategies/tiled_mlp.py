@@ -14,7 +14,7 @@ from lowmem.model import blocks, feed_forward, unwrapped, wrap_forward
 from lowmem.ops.dequantised import unpacked_once
 from lowmem.ops.tiled import over_slices
 from lowmem.run import Run, device_kind
-from lowmem.strategy import Stage, Strategy
+from lowmem.strategy import Stage, Strategy, Trait
 
 # Values of one intermediate tensor in a slice. A card needs large products to be busy (64 MiB in 16 bits); a CPU is as
 # fast with small ones.
@@ -45,6 +45,10 @@ class TiledMLP(Strategy):
     def __post_init__(self) -> None:
         if self.tile_size is not None and self.tile_size < 1:
             raise UserError("tiled_mlp.tile_size: counts from 1")
+
+    @property
+    def needs(self) -> frozenset[Trait]:
+        return frozenset({Trait.WEIGHTS_AT_HAND})
 
     def wrap_model(self, model: nn.Module, run: Run) -> nn.Module:
         for block in blocks(model):

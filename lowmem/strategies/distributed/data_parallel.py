@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lowmem.loss import IGNORE
-from lowmem.strategy import ForwardBackward, Sample
+from lowmem.strategy import ForwardBackward, Loss, Sample
 from lowmem.world import World
 
 
@@ -93,3 +93,16 @@ def sum_gradients(parameters: Iterable[nn.Parameter], world: World, bucket_bytes
 
 def _bytes(tensors: list[Tensor]) -> int:
     return sum(t.nbytes for t in tensors)
+
+
+class WholePass(nn.Module):
+    """Model and loss as one module for an engine, and the model itself stays as it is: names, saving, generation."""
+
+    def __init__(self, model: nn.Module, loss: Loss) -> None:
+        super().__init__()
+        self.model = model
+        self._loss = loss
+
+    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        """The weighted sum of the loss."""
+        return self._loss(self.model, inputs)

@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lowmem.config import LoadConfig
 from lowmem.errors import UserError
 from lowmem.run import Run
-from lowmem.strategies.distributed.data_parallel import over_ranks, sum_gradients
+from lowmem.strategies.distributed.data_parallel import WholePass, over_ranks, sum_gradients
+from lowmem.strategies.distributed.ddp_without_data import DDPWithoutData
 from lowmem.strategy import ForwardBackward, Loss, Sample, Stage, Strategy, Trait
 
 
@@ -66,19 +67,8 @@ class DDP(Strategy):
         if run.world.group_size("data") == 1 or Trait.WHOLE_MODEL not in run.traits:
             return loss
         assert run.model is not None
-        whole_pass = _Pass(run.model, loss)
-        frozen = [name for name, p in whole_pass.named_parameters() if not p.requires_grad]
-        frozen += [name for name, _ in whole_pass.named_buffers()]
-        ignore: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
-        ignore(whole_pass, frozen)
-        self._engine = DistributedDataParallel(
-            whole_pass,
-            process_group=run.world.group("data"),
-            bucket_cap_mb=self.bucket_cap_mb,
-            find_unused_parameters=self.find_unused_parameters,
-            gradient_as_bucket_view=True,
-        )
-        self._engine.register_comm_hook(run.world.group("data"), lambda group, bucket: _add_up(group, bucket))
+        whole_pass = WholePass(run.model, loss)
+        self._engine = self._around(whole_pass, run)
 
         def reduced(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
             summed: Tensor = self._engine(inputs) if torch.is_grad_enabled() else loss(model, inputs)
@@ -104,21 +94,27 @@ class DDP(Strategy):
         with self._engine.no_sync():
             yield
 
+    def _around(self, whole_pass: nn.Module, run: Run) -> Any:
+        group = run.world.group("data")
+        if run.device.type == "meta":
+            return DDPWithoutData(whole_pass, group, self.bucket_cap_mb)
+        frozen = [name for name, p in whole_pass.named_parameters() if not p.requires_grad]
+        frozen += [name for name, _ in whole_pass.named_buffers()]
+        ignore: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+        ignore(whole_pass, frozen)
+        engine = DistributedDataParallel(
+            whole_pass,
+            process_group=group,
+            bucket_cap_mb=self.bucket_cap_mb,
+            find_unused_parameters=self.find_unused_parameters,
+            gradient_as_bucket_view=True,
+        )
+        engine.register_comm_hook(group, lambda group, bucket: _add_up(group, bucket))
+        return engine
+
 
 def _add_up(group: Any, bucket: Any) -> torch.futures.Future[Tensor]:
     """Gradients summed over the ranks; without a hook they are averaged."""
     work: Any = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
     future: torch.futures.Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
     return future
-
-
-class _Pass(nn.Module):
-    """Model and loss as one module, so that the model itself stays as it is: its names, its saving, its generation."""
-
-    def __init__(self, model: nn.Module, loss: Loss) -> None:
-        super().__init__()
-        self.model = model
-        self._loss = loss
-
-    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
-        return self._loss(self.model, inputs)

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from lowmem.config import LoadConfig
+from lowmem.errors import UserError
 from lowmem.loading import raise_trainable_dtype
 from lowmem.model import blocks
-from lowmem.run import Run
+from lowmem.run import Run, device_kind
 from lowmem.strategies.distributed.data_parallel import over_ranks
 from lowmem.strategy import ForwardBackward, Inference, Stage, Strategy, Trait
 
@@ -65,7 +66,10 @@ class FSDP2(Strategy):
     def configure(self, config: LoadConfig, run: Run) -> LoadConfig:
         self._trainable_dtype = config.trainable_dtype
         if run.world.claim_rest("data") > 1:
-            return replace(config, device="cpu", on_host=True)
+            if self.offload and run.device.type == "meta":
+                raise UserError("fsdp_2.offload: where its parts wait cannot be foreseen; leave offload out")
+            here = config.device if run.device.type == "meta" else "cpu"
+            return replace(config, device=here, on_host=device_kind(run.device) == "cuda")
         return config
 
     def wrap_model(self, model: nn.Module, run: Run) -> nn.Module:

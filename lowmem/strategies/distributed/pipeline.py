@@ -22,7 +22,7 @@ from lowmem.strategy import Loss, Sample, Stage, Strategy, Trait
 
 @dataclass
 class PipelineParallel(Strategy):
-    """torch.distributed.pipelining: stages of layers on the ranks of a group (GPipe: Huang et al. 2019, arXiv:1811.06965).
+    """torch.distributed.pipelining: stages of layers on the ranks of a group (Huang et al. 2019, arXiv:1811.06965).
 
     The first stage has the embedding, the last one norm, head and loss; hidden states go forward, their gradients back.
     All micro-batches of a pass have one shape: shorter ones are padded, rows without a target fill them up. Where there
@@ -38,6 +38,7 @@ class PipelineParallel(Strategy):
     slot: ClassVar[str | None] = "pipeline"
     saves: ClassVar[str] = "weights, gradients and states: every rank has those of its layers"
     costs: ClassVar[str] = "stages wait for one another at both ends of a pass; hidden states are sent twice"
+    predictable: ClassVar[bool] = False  # stages differ, and a prediction follows the first rank alone
     period = 1
     remedy: ClassVar[str] = "drop it, or use ddp, which keeps all layers together"
 
@@ -63,8 +64,10 @@ class PipelineParallel(Strategy):
         return frozenset({Trait.ONE_PROCESS, Trait.WHOLE_MODEL})
 
     def configure(self, config: LoadConfig, run: Run) -> LoadConfig:
-        if run.world.is_silent:
+        if run.world.size == 1:
             return config
+        if run.device.type == "meta":
+            raise UserError(f"{self.name}: what its stages need is not predicted; estimate it without --gpus")
         if self.stages is None:
             run.world.claim_rest("pipeline")
         else:

@@ -1,0 +1,60 @@
+"""One rank of many on the meta device: torch's engines run as they are, and what they send goes nowhere."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+from lowmem.memory.meta_fsdp import meta_fsdp
+from lowmem.world import ranks_foreseen
+
+
+@contextmanager
+def meta_ranks(number: int) -> Iterator[None]:
+    """Inside, a run on the meta device is that of rank 0 of `number`.
+
+    Collective operations of torch's `fake` process group return at once, whatever the device of their tensors.
+    """
+    if number == 1:
+        with ranks_foreseen(1):
+            yield
+        return
+    with ExitStack() as stack:
+        stack.enter_context(ranks_foreseen(number))
+        stack.enter_context(_fake_group(number))
+        stack.enter_context(meta_fsdp())
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "DTensor random operators")  # torch means a mesh of CPUs; none is drawn here
+        yield
+
+
+@contextmanager
+def _fake_group(number: int) -> Iterator[None]:
+    """Inside, the world's process group is one of torch's that sends nothing; real ones stay what they are."""
+    from torch.distributed import distributed_c10d
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401  (importing it registers the backend)
+
+    c10d: Any = distributed_c10d
+    before, known = c10d._world.default_pg, set(c10d._world.pg_map)
+    c10d._update_default_pg(None)
+    try:
+        c10d.init_process_group("fake", rank=0, world_size=number, store=vars(dist)["HashStore"]())
+        yield
+    finally:  # `destroy_process_group` would take all of them
+        for group in set(c10d._world.pg_map) - known:
+            _forget(c10d, group)
+        c10d._update_default_pg(before)
+
+
+def _forget(c10d: Any, group: Any) -> None:
+    world = c10d._world
+    c10d._unregister_process_group(group.group_name)
+    for table in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config):
+        table.pop(group, None)
+    tag = world.pg_to_tag.pop(group, None)
+    if tag is not None:
+        world.tags_to_pg[tag].remove(group)
