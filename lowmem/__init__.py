@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         MixedPrecision,
         OptimizerInBackward,
         Packing,
+        PipelineParallel,
         PureBF16,
         Quantization,
         RetryOnOOM,
@@ -65,6 +66,7 @@ _HOME = {
             "ChunkedCrossEntropy",
             "ChunkedLayers",
             "Packing",
+            "PipelineParallel",
             "OptimizerInBackward",
             "EMA",
             "Compile",
@@ -118,6 +120,7 @@ __all__ = [  # noqa: RUF022 - the order is the reader's: the trainer, the number
     "TiledMLP",
     "DDP",
     "FSDP2",
+    "PipelineParallel",
     "__version__",
 ]
 

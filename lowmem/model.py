@@ -38,12 +38,16 @@ def _is_layer(module: nn.Module) -> bool:
 
 def norms_beside(model: nn.Module) -> list[nn.Module]:
     """Norms that stand beside the list of decoder layers, such as the one after the last."""
+    return [child for child in decoder(model).children() if "norm" in type(child).__name__.lower()]
+
+
+def decoder(model: nn.Module) -> nn.Module:
+    """The module that holds the list of decoder layers, and calls them."""
     first = blocks(model)[0]
     for module in model.modules():
-        children = list(module.children())
-        if any(isinstance(child, nn.ModuleList) and len(child) and child[0] is first for child in children):
-            return [child for child in children if "norm" in type(child).__name__.lower()]
-    return []
+        if any(isinstance(child, nn.ModuleList) and len(child) and child[0] is first for child in module.children()):
+            return module
+    raise AssertionError("blocks are in a list of some module")
 
 
 def feed_forward(block: nn.Module) -> nn.Module | None:
@@ -230,14 +234,7 @@ def call(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         UserError: the model's forward cannot take the inputs, or returns no logits without labels.
     """
     inner = unwrapped(model)
-    named = inspect.signature(inner.forward).parameters
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in named.values())
-    given: dict[str, Any] = {k: v for k, v in inputs.items() if k not in ("labels", "loss_weights")}
-    for name in given:
-        if name not in named and not takes_any:
-            raise UserError(f"{type(inner).__name__}.forward takes no {name}, which this run needs")
-    if "use_cache" in named or (takes_any and hasattr(getattr(inner, "config", None), "use_cache")):
-        given["use_cache"] = False
+    given = _arguments(inner, inputs)
     try:
         output = model(**given)
     except TypeError as error:
@@ -249,3 +246,22 @@ def call(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         raise UserError(f"{type(inner).__name__}.forward returns {type(output).__name__}, in which there are no logits")
     in_front = logits.shape[1] - inputs["input_ids"].shape[1]  # a prompt that an adapter puts before every row
     return logits[:, in_front:] if in_front > 0 else logits
+
+
+def hidden_states(layers: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    """What the `decoder` of a model makes of a collated micro-batch, (rows, length, width)."""
+    output = layers(**_arguments(layers, inputs))
+    states: Tensor = output if isinstance(output, Tensor) else output[0]
+    return states
+
+
+def _arguments(module: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Any]:
+    named = inspect.signature(module.forward).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in named.values())
+    given: dict[str, Any] = {k: v for k, v in inputs.items() if k not in ("labels", "loss_weights")}
+    for name in given:
+        if name not in named and not takes_any:
+            raise UserError(f"{type(module).__name__}.forward takes no {name}, which this run needs")
+    if "use_cache" in named or (takes_any and hasattr(getattr(module, "config", None), "use_cache")):
+        given["use_cache"] = False
+    return given

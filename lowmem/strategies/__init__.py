@@ -17,6 +17,7 @@ from lowmem.strategies.compile import Compile
 from lowmem.strategies.distributed.ddp import DDP
 from lowmem.strategies.distributed.deepspeed import DeepSpeedZeRO
 from lowmem.strategies.distributed.fsdp import FSDP2
+from lowmem.strategies.distributed.pipeline import PipelineParallel
 from lowmem.strategies.ema import EMA
 from lowmem.strategies.fused_kernels import FusedKernels
 from lowmem.strategies.in_backward import OptimizerInBackward
@@ -51,6 +52,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "retry_on_oom": RetryOnOOM,
     "gradient_accumulation": GradientAccumulation,
     "packing": Packing,
+    "pipeline_parallel": PipelineParallel,
     "ddp": DDP,
     "fsdp_2": FSDP2,
     "deepspeed_zero": DeepSpeedZeRO,
@@ -87,6 +89,7 @@ __all__ = [
     "MixedPrecision",
     "OptimizerInBackward",
     "Packing",
+    "PipelineParallel",
     "PureBF16",
     "Quantization",
     "RetryOnOOM",

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-_SECONDS = 120
+_SECONDS = 300
 
 
 def in_processes(function: Callable[..., Any], *arguments: Any, number: int = 2) -> list[Any]:
