@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         Quantization,
         RetryOnOOM,
         StreamedWeights,
+        TensorParallel,
         TiledMLP,
     )
     from lowmem.strategy import ConflictError, Stage, Strategy, Trait
@@ -70,6 +71,7 @@ _HOME = {
             "FusedKernels",
             "RetryOnOOM",
             "StreamedWeights",
+            "TensorParallel",
             "TiledMLP",
             "DDP",
             "FSDP2",
@@ -112,6 +114,7 @@ __all__ = [  # noqa: RUF022 - the order is the reader's: the trainer, the number
     "FusedKernels",
     "RetryOnOOM",
     "StreamedWeights",
+    "TensorParallel",
     "TiledMLP",
     "DDP",
     "FSDP2",

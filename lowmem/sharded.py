@@ -23,6 +23,11 @@ def is_part(tensor: object) -> TypeGuard[DTensor]:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def spread_over(tensor: Tensor) -> tuple[str, ...] | None:
+    """The dimensions of the mesh that a tensor lives on; null for a plain one."""
+    return (tensor.device_mesh.mesh_dim_names or ()) if is_part(tensor) else None
+
+
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor, as a view; a plain tensor as it is."""
     return tensor.to_local() if is_part(tensor) else tensor
@@ -132,7 +137,7 @@ def _spread_over(tensor: Tensor) -> tuple[tuple[Any, ...], list[Any]]:
     if not is_part(tensor):
         return (), []
     names = tensor.device_mesh.mesh_dim_names or ()
-    cut = [number for number, placement in enumerate(tensor.placements) if placement.is_shard()]
+    cut = [number for number, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     return tuple(names[number] for number in cut), [tensor.device_mesh.get_group(number) for number in cut]
 
 

@@ -16,6 +16,7 @@ from lowmem.strategies.clipping import GradientClipping
 from lowmem.strategies.compile import Compile
 from lowmem.strategies.distributed.ddp import DDP
 from lowmem.strategies.distributed.fsdp import FSDP2
+from lowmem.strategies.distributed.tensor_parallel import TensorParallel
 from lowmem.strategies.ema import EMA
 from lowmem.strategies.fused_kernels import FusedKernels
 from lowmem.strategies.in_backward import OptimizerInBackward
@@ -52,6 +53,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "packing": Packing,
     "ddp": DDP,
     "fsdp_2": FSDP2,
+    "tensor_parallel": TensorParallel,
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lowmem.config import LoadConfig
 from lowmem.errors import UserError
 from lowmem.run import Run
-from lowmem.sharded import local
+from lowmem.sharded import is_part, local
 from lowmem.strategy import ForwardBackward, Inference, Loss, Sample, Stage, Step, Strategy, Trait
 
 
@@ -97,7 +97,7 @@ class MixedPrecision(Strategy):
         scaler = self._scaler
 
         def unscaled() -> None:
-            optimizer = _StandIn(list(run.trainable.values()), step)
+            optimizer = _StandIn([_part(p) for p in run.trainable.values()], step)
             scaler.unscale_(optimizer)
             if not run.world.is_silent:
                 _agree_on_overflow(scaler, optimizer, run)
@@ -114,6 +114,15 @@ class MixedPrecision(Strategy):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._scaler.load_state_dict(state)
+
+
+def _part(parameter: nn.Parameter) -> Tensor:
+    """This rank's part, with its part of the gradient: torch's scaler takes no whole tensors beside parts."""
+    if not is_part(parameter):
+        return parameter
+    part = local(parameter).detach()
+    part.grad = None if parameter.grad is None else local(parameter.grad)
+    return part
 
 
 def _agree_on_overflow(scaler: Any, optimizer: _StandIn, run: Run) -> None:
@@ -159,7 +168,7 @@ class _ScalerWithoutData:
 class _StandIn:
     """What the scaler takes for an optimizer: its step is the wrapped one, so a skip skips clipping and averages."""
 
-    def __init__(self, parameters: list[nn.Parameter], step: Callable[[], None]) -> None:
+    def __init__(self, parameters: Sequence[Tensor], step: Callable[[], None]) -> None:
         self.param_groups = [{"params": parameters}]
         self._step = step
         self.stepped = False

@@ -64,7 +64,7 @@ class FSDP2(Strategy):
 
     def configure(self, config: LoadConfig, run: Run) -> LoadConfig:
         self._trainable_dtype = config.trainable_dtype
-        if run.world.claim_rest("data") > 1:
+        if run.world.claim_rest("data", self.name) > 1:
             return replace(config, device="cpu", on_host=True)
         return config
 
