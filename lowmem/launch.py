@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import uuid
+from typing import Any
 
 from lowmem.errors import UserError
 
@@ -28,7 +29,9 @@ def launch(arguments: list[str], number: int) -> int:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it tells, the ranks tell, too
-    patience = {"shutdown_timeout": _SECONDS_TO_END} if "shutdown_timeout" in LaunchConfig.__annotations__ else {}
+    patience: dict[str, Any] = (
+        {"shutdown_timeout": _SECONDS_TO_END} if "shutdown_timeout" in LaunchConfig.__annotations__ else {}
+    )
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

@@ -49,7 +49,8 @@ CASES: dict[str, Make] = {
     # Rounding depends on which rows share a product: with one row each, both sides have the same ones.
     "bfloat16": lambda: [MixedPrecision(), GradientAccumulation(micro_batch_size=1), AdamW(eps=1.0)],
     "float16": lambda: [MixedPrecision(dtype="float16"), GradientAccumulation(micro_batch_size=1), AdamW(eps=1.0)],
-    "4 bits": lambda: [Quantization(), LoRA(r=4), GradientAccumulation(micro_batch_size=1)],
+    # The 4-bit kernels round to 16 bits: weights that move far pass on a last digit that is another one.
+    "4 bits": lambda: [Quantization(), LoRA(r=4), GradientAccumulation(micro_batch_size=1), AdamW(eps=1.0)],
     "together": lambda: [
         LoRA(r=4),
         GradientAccumulation(micro_batch_size=2),
@@ -110,7 +111,7 @@ def test_two_processes_equal_one(two, one, engine, case):
     expected = one[case]
     for rank in (0, 1):
         found = two[rank][engine, case]
-        for key in ("losses", "norms", "eval"):
+        for key in ("losses", "norms", "eval") if rank == 0 else ("eval",):  # observers are rank 0's
             np.testing.assert_allclose(found[key], expected[key], rtol=0, atol=1e-5 if case != "4 bits" else 1e-4)
         assert found["weights"].keys() == expected["weights"].keys()
         for name, weight in expected["weights"].items():

@@ -39,11 +39,11 @@ def over_ranks(
 ) -> ForwardBackward:
     """The pass over this rank's share, and the mean loss over all.
 
-    The engine averages gradients over the ranks, where the sum is wanted: so the divisor of gradients, and of nothing
-    else, is `size` times smaller.
+    Gradients are to be added up over the ranks, not averaged: an average would have to be made up for in the loss,
+    which under float16 overflows then where one process does not.
 
     Args:
-        forward_backward: of one rank.
+        forward_backward: of one rank; its engine adds up gradients.
         world: whose dimension `data` is meant.
         unsynchronised: inside, a backward pass adds to this rank's gradients only.
     """
@@ -53,13 +53,10 @@ def over_ranks(
 
     def shared(micro_batches: list[list[Sample]], divisor: float | Tensor) -> Tensor:
         mine = share(micro_batches, rank, size)
-        if not torch.is_grad_enabled():
+        if len(mine) == 1 or not torch.is_grad_enabled():
             return world.sum(forward_backward(mine, divisor), "data")
-        total = forward_backward(mine[-1:], divisor / size) if len(mine) == 1 else None
-        if total is None:
-            with unsynchronised():
-                total = forward_backward(mine[:-1], divisor / size)
-            total = total + forward_backward(mine[-1:], divisor / size)
-        return world.sum(total / size, "data")
+        with unsynchronised():
+            total = forward_backward(mine[:-1], divisor)
+        return world.sum(total + forward_backward(mine[-1:], divisor), "data")
 
     return shared

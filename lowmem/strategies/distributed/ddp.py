@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -77,6 +78,7 @@ class DDP(Strategy):
             find_unused_parameters=self.find_unused_parameters,
             gradient_as_bucket_view=True,
         )
+        self._engine.register_comm_hook(run.world.group("data"), lambda group, bucket: _add_up(group, bucket))
 
         def reduced(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
             summed: Tensor = self._engine(inputs) if torch.is_grad_enabled() else loss(model, inputs)
@@ -91,6 +93,13 @@ class DDP(Strategy):
     def _unsynchronised(self) -> Iterator[None]:
         with self._engine.no_sync():
             yield
+
+
+def _add_up(group: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+    """Gradients summed over the ranks; without a hook they are averaged."""
+    work: Any = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    future: torch.futures.Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
+    return future
 
 
 class _Pass(nn.Module):

@@ -71,13 +71,17 @@ class FSDP2(Strategy):
     def wrap_model(self, model: nn.Module, run: Run) -> nn.Module:
         if run.world.group_size("data") == 1:
             return model
-        from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+        from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
         raise_trainable_dtype(model, self._trainable_dtype)  # parts keep the dtype they are made with
         options = self._options(model, run)
         for block in blocks(model):
             fully_shard(block, reshard_after_forward=self.reshard_after_forward, **options)
         fully_shard(model, **options)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):  # gradients are added up, not averaged
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
         if hasattr(model, "generate"):
             register_fsdp_forward_method(model, "generate")
         return model
