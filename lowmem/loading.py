@@ -216,6 +216,6 @@ def raise_trainable_dtype(model: nn.Module, dtype: str | None) -> None:
         if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
             raised = parameter.detach().to(getattr(torch, dtype))
             if is_part(parameter):  # its data cannot be replaced
-                torch.utils.swap_tensors(parameter, nn.Parameter(raised))
+                torch.utils.swap_tensors(parameter, nn.Parameter(raised))  # type: ignore[no-untyped-call]
             else:
                 parameter.data = raised

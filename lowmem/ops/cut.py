@@ -1,8 +1,8 @@
 """Linear layers of which every rank holds a part, as torch's DTensor: what goes into and comes out of them is plain.
 
 The split is that of Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053): weights are (outputs, inputs); where outputs
-are cut, the gradients of the input are added up over the ranks, where inputs are cut, the outputs are. A layer's forward
-is replaced, so who replaces it in turn (a slice of a layer that leaves it out) sends nothing.
+are cut, the gradients of the input are added up over the ranks, where inputs are cut, the outputs are. The forward of a
+layer is replaced, so who replaces it in turn (a slice of a layer that leaves it out) sends nothing.
 """
 
 from __future__ import annotations
@@ -57,6 +57,9 @@ def sum_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
 
     Within the graph, so a pass over several micro-batches, or over slices, adds up right.
     """
+
+    if not module._parameters:
+        return
 
     def make(forward: Callable[..., Any]) -> Callable[..., Any]:
         def summed(*args: Any, **kwargs: Any) -> Any:

@@ -90,6 +90,7 @@ __all__ = [
     "Quantization",
     "RetryOnOOM",
     "StreamedWeights",
+    "TensorParallel",
     "TiledMLP",
     "with_defaults",
 ]

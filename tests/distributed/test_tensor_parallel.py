@@ -339,15 +339,19 @@ def gpt2() -> nn.Module:
 
 
 def unlike() -> nn.Module:
-    """A plan by names that is wrong: the cut layers' outputs are used in another order than by heads."""
+    """A plan by names that is wrong: between the cut layers, every column looks at all others."""
     model = make_opt()
     for layer in model.model.decoder.layers:  # type: ignore[union-attr]
-        layer.activation_fn = lambda x: x.relu().cumsum(-1)
+        layer.activation_fn = nn.Softmax(dim=-1)
     return model
 
 
 REFUSED: dict[str, tuple[Make, Callable[[], nn.Module], str]] = {
-    "heads": (list, lambda: make_llama(num_key_value_heads=1), "its 1 heads (num_key_value_heads) are not to be shared"),
+    "heads": (
+        list,
+        lambda: make_llama(num_key_value_heads=1),
+        "its 1 heads (num_key_value_heads) are not to be shared",
+    ),
     "columns": (list, lambda: make_llama(intermediate_size=63), "out_features of model.layers.*.mlp.gate_proj (63)"),
     "dropout": (list, lambda: make_llama(attention_dropout=0.1), "has attention_dropout 0.1"),
     "experts": (list, mixtral, "transformers' plan has model.layers.*.mlp.experts"),
@@ -381,7 +385,7 @@ def test_what_cannot_be_cut_is_refused(messages, name):
 
 
 def test_bad_sizes():
-    with pytest.raises(UserError, match="tensor_parallel.size: counts from 1"):
+    with pytest.raises(UserError, match=r"tensor_parallel\.size: counts from 1"):
         TensorParallel(size=0)
 
 

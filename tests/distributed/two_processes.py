@@ -16,7 +16,9 @@ import torch
 _SECONDS = 120
 
 
-def in_processes(function: Callable[..., Any], *arguments: Any, number: int = 2, seconds: float = _SECONDS) -> list[Any]:
+def in_processes(
+    function: Callable[..., Any], *arguments: Any, number: int = 2, seconds: float = _SECONDS
+) -> list[Any]:
     """What the function returns on every rank, in their order.
 
     Args:

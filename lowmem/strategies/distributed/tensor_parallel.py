@@ -36,7 +36,7 @@ class TensorParallel(Strategy):
     saves: ClassVar[str] = "weights, gradients, states and insides of layers: every rank holds its part of them"
     costs: ClassVar[str] = "hidden states are sent twice per layer and pass, and gradients once per cut layer"
     period = 1
-    remedy: ClassVar[str] = "drop it, or use fsdp_2 instead"
+    remedy: ClassVar[str] = "drop it, or tensor_parallel"
 
     size: int | None = None
 
@@ -88,7 +88,8 @@ def _cut_all(model: nn.Module, plan: dict[str, str], run: Run) -> None:
     for name, style in plan.items():
         module = inner.get_submodule(name)
         if style not in STYLES:
-            sum_gradients(module, mesh)
+            for part in module.modules():  # peft's copy of it, too
+                sum_gradients(part, mesh)
             continue
         side, whole_around = STYLES[style]
         for linear in _linears(name, module, side):

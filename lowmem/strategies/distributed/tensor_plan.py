@@ -1,4 +1,4 @@
-"""Which linear layers of a model can be cut, and where: transformers' plan of it, or one that its layers' names give."""
+"""Which linear layers of a model can be cut, and where: by transformers' plan of it, or by its layers' names."""
 
 from __future__ import annotations
 
@@ -92,14 +92,16 @@ def _require_nothing_between(inner: Any, plan: dict[str, str]) -> None:
         module = inner.get_submodule(parent)
         if id(module) in layers:
             continue
-        beside = [f"{parent}.{name}" for name, child in module.named_children() if any(True for _ in child.parameters())]
+        beside = [
+            f"{parent}.{name}" for name, child in module.named_children() if any(True for _ in child.parameters())
+        ]
         beside += [f"{parent}.{name}" for name, _ in module.named_parameters(recurse=False)]
         if left := [name for name in beside if name not in plan]:
             raise _refused(inner, f"nobody knows what to do with {_pattern(left[0])}, which stands beside cut layers")
 
 
 def _require_no_dropout(inner: Any) -> None:
-    """Ranks draw the same numbers, as they must for what is whole; on heads of their own they would be the same, too."""
+    """Ranks draw the same numbers, as they must for what is whole, and so would they for heads of their own."""
     for key in _DROPOUTS:
         if p := getattr(getattr(inner, "config", None), key, 0):
             raise UserError(
