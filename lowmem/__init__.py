@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         Quantization,
         RetryOnOOM,
         StreamedWeights,
+        TensorParallel,
         TiledMLP,
     )
     from lowmem.strategy import ConflictError, Stage, Strategy, Trait
@@ -74,6 +75,7 @@ _HOME = {
             "FusedKernels",
             "RetryOnOOM",
             "StreamedWeights",
+            "TensorParallel",
             "TiledMLP",
             "DDP",
             "FSDP2",
@@ -117,6 +119,7 @@ __all__ = [  # noqa: RUF022 - the order is the reader's: the trainer, the number
     "FusedKernels",
     "RetryOnOOM",
     "StreamedWeights",
+    "TensorParallel",
     "TiledMLP",
     "DDP",
     "FSDP2",

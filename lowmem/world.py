@@ -102,9 +102,19 @@ class World:
             )
         self.sizes[dimension] = size
 
-    def claim_rest(self, dimension: str) -> int:
-        """Arrange what no other strategy has claimed along `dimension`; how many that are in a group."""
+    def claim_rest(self, dimension: str, owner: str) -> int:
+        """Arrange what no other strategy has claimed along `dimension`; how many that are in a group.
+
+        Raises:
+            UserError: there is nobody left to share with.
+        """
         rest = self.size // math.prod(self.sizes.values())
+        if rest == 1 and self.size > 1:
+            taken = " x ".join(f"{number} ({name})" for name, number in self.sizes.items())
+            raise UserError(
+                f"{owner}: all {self.size} processes are taken ({taken}); start more, or set a smaller size there, or "
+                f"drop {owner}"
+            )
         self.sizes[dimension] = rest
         return rest
 

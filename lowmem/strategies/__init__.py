@@ -18,6 +18,7 @@ from lowmem.strategies.distributed.ddp import DDP
 from lowmem.strategies.distributed.deepspeed import DeepSpeedZeRO
 from lowmem.strategies.distributed.fsdp import FSDP2
 from lowmem.strategies.distributed.pipeline import PipelineParallel
+from lowmem.strategies.distributed.tensor_parallel import TensorParallel
 from lowmem.strategies.ema import EMA
 from lowmem.strategies.fused_kernels import FusedKernels
 from lowmem.strategies.in_backward import OptimizerInBackward
@@ -56,6 +57,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "ddp": DDP,
     "fsdp_2": FSDP2,
     "deepspeed_zero": DeepSpeedZeRO,
+    "tensor_parallel": TensorParallel,
 }
 
 
@@ -94,6 +96,7 @@ __all__ = [
     "Quantization",
     "RetryOnOOM",
     "StreamedWeights",
+    "TensorParallel",
     "TiledMLP",
     "with_defaults",
 ]

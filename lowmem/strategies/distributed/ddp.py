@@ -49,7 +49,7 @@ class DDP(Strategy):
 
     @property
     def needs(self) -> frozenset[Trait]:
-        return frozenset({Trait.GRADS_AT_STEP, Trait.STATIC_PARAMS})
+        return frozenset({Trait.GRADS_AT_STEP, Trait.STATIC_PARAMS, Trait.DENSE_PARAMS})
 
     @property
     def provides(self) -> frozenset[Trait]:
@@ -60,7 +60,7 @@ class DDP(Strategy):
         return frozenset({Trait.ONE_PROCESS})
 
     def configure(self, config: LoadConfig, run: Run) -> LoadConfig:
-        run.world.claim_rest("data")
+        run.world.claim_rest("data", self.name)
         return config
 
     def wrap_loss(self, loss: Loss, run: Run) -> Loss:

@@ -69,7 +69,7 @@ class PipelineParallel(Strategy):
         if run.device.type == "meta":
             raise UserError(f"{self.name}: what its stages need is not predicted; estimate it without --gpus")
         if self.stages is None:
-            run.world.claim_rest("pipeline")
+            run.world.claim_rest("pipeline", self.name)
         else:
             run.world.claim("pipeline", self.stages, self.name)
         # cut on the host: no card ever holds the whole model
