@@ -142,7 +142,7 @@ CASES: dict[str, Make] = {
 }
 ON_FOUR = ("plain", "gradients as they are", "lora", "accumulation", "qwen", "olmo", "together")
 HALVES = ("bfloat16", "float16")
-# In 16 bits nothing is scaled down: a norm with another last digit would change weights by theirs, and so their rounding.
+# In 16 bits nothing is scaled down: a norm with another last digit would change that of weights, and so their rounding.
 BOUNDS = {"in backward": None, **dict.fromkeys(HALVES, 1000.0)}
 
 
