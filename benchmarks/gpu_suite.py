@@ -7,7 +7,9 @@
 
 Everything is made here: models are random, built from configs (no weights, no network), and rows are random token ids.
 Each check starts from an emptied allocator with its peaks reset. No check starts whose allowance does not fit into what
-is left of the budget, and those left out are named. A check that fails does not stop the others.
+is left of the budget, and those left out are named: the order is that of value, and all of them take longer than 8
+minutes. `long_longest` takes about as long by itself (--only long_longest --minutes 9): attention grows with the square
+of a row. A check that fails does not stop the others.
 
 Writes benchmarks/results/gpu_suite-<card>.json after every check (on a CPU only where --out is given). Exit status:
 0 all that ran has passed, 1 a check has failed, 2 nothing could run.
@@ -39,6 +41,7 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
@@ -90,6 +93,8 @@ class Size:
         solar_layers: of the ladder; null: as many as fit, 8 at most.
         whole_layers: of the whole SOLAR.
         inductor: whether Compile uses it; else `eager`, which only traces.
+        few_layers: of SOLAR's shape, for fused kernels.
+        shrink: lengths of long rows are divided by it.
     """
 
     small: dict[str, Any]
@@ -102,6 +107,8 @@ class Size:
     solar_layers: int | None
     whole_layers: int
     inductor: bool
+    few_layers: int
+    shrink: int
 
 
 def llama(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocabulary: int) -> dict[str, Any]:
@@ -129,6 +136,8 @@ FULL = Size(
     solar_layers=None,
     whole_layers=48,
     inductor=True,
+    few_layers=4,
+    shrink=1,
 )
 TINY = Size(
     small={**llama(64, 128, 2, 4, 2, 128), **WIDE},
@@ -141,6 +150,8 @@ TINY = Size(
     solar_layers=2,
     whole_layers=3,
     inductor=False,
+    few_layers=2,
+    shrink=128,
 )
 
 
@@ -1010,7 +1021,7 @@ def resume(report: Report, size: Size) -> None:
         interrupted(part, lambda dtype=dtype: make_model(size.small, dtype), rows, strategies, max_grad_norm=1.0)
 
 
-# -- 11: SOLAR's shape ------------------------------------------------------------------------------------------------
+# -- 11: SOLAR's shape -----------------------------------------------------------------------------------------------
 
 
 def layers_that_fit(size: Size) -> int:
@@ -1145,7 +1156,7 @@ def whole_solar(report: Report, size: Size) -> None:
     need_cuda()
 
 
-# -- 10: prediction ---------------------------------------------------------------------------------------------------
+# -- 12: prediction ---------------------------------------------------------------------------------------------------
 
 
 def predict(report: Report, size: Size) -> None:
@@ -1181,7 +1192,240 @@ def predict(report: Report, size: Size) -> None:
     need_cuda()
 
 
+# -- 13: long rows ----------------------------------------------------------------------------------------------------
+
+CARD_BYTES, CUDA_BYTES = 24 * GIB, GIB // 2  # the card of the long recipe, and what CUDA itself takes of one
+LONG_RECIPE = "solar-10.7b-qlora-24gb-long"
+WORKSPACE_BYTES = 8 * 4096 * 1024  # of cuBLAS, as CUBLAS_WORKSPACE_CONFIG is set here
+
+
+LONGEST = 242_688  # tokens: about the most that is called fitting with the strategies of that recipe
+
+
+def called_fitting(predicted_reserved: int) -> bool:
+    """Whether `lowmem estimate` says so: what lies within its tolerance is too close to call."""
+    from lowmem.memory.choose import MARGIN
+
+    return predicted_reserved * (1 + MARGIN) <= CARD_BYTES - CUDA_BYTES
+
+
+@contextmanager
+def a_small_card() -> Iterator[None]:
+    """torch's allocator gets as much as a card of 24 GiB would leave it."""
+    import torch
+
+    if not on_cuda():
+        yield
+        return
+    fresh()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, (CARD_BYTES - CUDA_BYTES) / total))
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@contextmanager
+def host_pools() -> Iterator[list[Any]]:
+    """The pools of host memory that strategies make inside."""
+    from lowmem.ops.host_memory import HostPool
+
+    found: list[Any] = []
+    real = HostPool.__init__
+
+    def made(pool: Any, *given: Any) -> None:
+        real(pool, *given)
+        found.append(pool)
+
+    with patch.object(HostPool, "__init__", made):
+        yield found
+
+
+def foreseen(shape: dict[str, Any], strategies: Sequence[Any], length: int, numbers: dict[str, Any]) -> Any:
+    """The prediction for one row per step on a card, with expandable segments."""
+    import torch
+    from transformers import LlamaConfig
+
+    from lowmem import TrainingConfig
+    from lowmem.loading import model_without_data
+    from lowmem.memory.predict import judge, record
+
+    model = model_without_data(LlamaConfig(**shape, dtype=torch.bfloat16))
+    with patch("lowmem.memory.trace.CUBLAS_WORKSPACE", WORKSPACE_BYTES):
+        trace = record(model, TrainingConfig(**numbers), strategies, "cuda", [length])
+    return judge(trace, expandable=True)
+
+
+def must_fit(called: bool, fitted: bool, peak_reserved: int | None) -> None:
+    """What is called fitting has to fit."""
+    usable = CARD_BYTES - CUDA_BYTES
+    require(called, "the prediction does not call it fitting: the check is void")
+    require(fitted, "it was called fitting, and the card's memory was not enough")
+    require(peak_reserved is None or peak_reserved <= usable, f"{mib(peak_reserved)} MiB reserved, of {mib(usable)}")
+
+
+def off_by(measured: int | None, predicted: int) -> float | None:
+    return None if not measured else predicted / measured - 1
+
+
+def long_rows(report: Report, size: Size, length: int) -> None:
+    """One row per step with the strategies of the long recipe, on 24 GiB: what was predicted, and what it took."""
+    import torch
+
+    from lowmem.recipe import load_recipe
+
+    def strategies(quantised: bool = False) -> list[Any]:
+        found = load_recipe(LONG_RECIPE, check_files=False).strategies
+        return [s for s in found if not (quantised and s.name == "quantization")]
+
+    shape = {**size.solar, "num_hidden_layers": size.whole_layers}
+    numbers = {"batch_size": 1, "max_length": length, "learning_rate": 1e-4, "max_grad_norm": 1.0}
+    found = foreseen(shape, strategies(), length, numbers)
+    fits = called_fitting(found.peak_reserved_bytes)
+    report.facts |= {"tokens": length, "called_fitting": fits}
+    report.bytes |= {
+        "predicted allocated": found.peak_allocated_bytes,
+        "predicted reserved": found.peak_reserved_bytes,
+        "predicted pinned": found.pinned_bytes,
+    }
+    rows, got = make_rows(1, shape["vocab_size"], length), None
+    with a_small_card(), host_pools() as pools:
+        try:
+            # one step above 64K tokens: at 250K it takes minutes
+            steps = 3 if length <= 65_536 // size.shrink else 1
+            got = fit(quantised_solar(size), rows, strategies(quantised=True), **{**numbers, "max_steps": steps})
+        except torch.cuda.OutOfMemoryError as problem:
+            report.facts["out of memory"] = first_line(problem)
+        report.bytes["pinned"] = sum(pool.pinned_bytes for pool in pools) if on_cuda() else None
+        report.bytes["pageable"] = sum(pool.pageable_bytes for pool in pools) if on_cuda() else None
+        del pools[:]
+    if got is not None:
+        report.bytes |= {"peak allocated": got.peak_allocated, "peak reserved": got.peak_reserved}
+        report.facts |= {
+            "allocated_off_by": off_by(got.peak_allocated, found.peak_allocated_bytes),
+            "reserved_off_by": off_by(got.peak_reserved, found.peak_reserved_bytes),
+            "tokens_per_second": length / statistics.median(got.step_seconds[1:] or got.step_seconds),
+            "losses": got.losses,
+        }
+        require(all(map(math.isfinite, got.losses)), f"a loss is not finite: {got.losses}")
+    must_fit(fits, got is not None, report.bytes.get("peak reserved"))
+    need_cuda()
+
+
+def hf_rows(report: Report, size: Size, length: int) -> None:
+    """The same row by transformers and peft: their checkpointing and loss, on 24 GiB; memory that ends is a result."""
+    import torch
+
+    report.facts["tokens"] = length
+    ids = torch.as_tensor(make_rows(1, size.solar["vocab_size"], length)[0]["input_ids"]).long()[None]
+    with a_small_card():
+        try:
+            peaks, seconds, losses = hf_steps(quantised_solar(size), ids.to(device_name()), steps=3)
+        except torch.cuda.OutOfMemoryError as problem:
+            report.facts["out of memory"] = first_line(problem)
+            return
+    report.bytes |= {"peak allocated": peaks[0], "peak reserved": peaks[1]}
+    report.facts |= {"tokens_per_second": length / statistics.median(seconds[1:]), "losses": losses}
+    require(all(map(math.isfinite, losses)), f"a loss is not finite: {losses}")
+    need_cuda()
+
+
+def hf_steps(model: Any, ids: Any, steps: int) -> tuple[list[int | None], list[float], list[float]]:
+    """Peaks (allocated, reserved), seconds and losses of peft's way with 4-bit weights, as its guide shows it."""
+    import torch
+    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+
+    from lowmem.libraries import import_bitsandbytes
+
+    model.is_loaded_in_4bit = True  # as `from_pretrained` says it; peft asks
+    model = prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs={"use_reentrant": False})
+    model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"))
+    trained = [parameter for parameter in model.train().parameters() if parameter.requires_grad]
+    kind = import_bitsandbytes().optim
+    optimizer = kind.PagedAdamW8bit(trained, lr=1e-4) if on_cuda() else torch.optim.AdamW(trained, lr=1e-4)
+    seconds, losses = [], []
+    fresh_peaks()
+    for _ in range(steps):
+        begin = time.perf_counter()
+        with torch.autocast(device_name(), torch.bfloat16):
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        sync()
+        seconds.append(time.perf_counter() - begin)
+    if not on_cuda():
+        return [None, None], seconds, losses
+    return [torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()], seconds, losses
+
+
+# -- 14: fused kernels ------------------------------------------------------------------------------------------------
+
+
+def fused(report: Report, size: Size, length: int) -> None:
+    """FusedKernels beside nothing, TiledMLP and ChunkedLayers: measured peaks beside the predicted, within 1 %."""
+    import gpu_predict
+
+    import lowmem as lm
+
+    shape = {**size.solar, "num_hidden_layers": size.few_layers}
+    numbers = {"batch_size": 1, "max_length": length, "learning_rate": 1e-4, "max_grad_norm": None}
+    rows = make_rows(1, shape["vocab_size"], length)
+    beside = {
+        "checkpointing": list,
+        "+ tiled MLP": lambda: [lm.TiledMLP()],
+        "+ chunked layers": lambda: [lm.ChunkedLayers()],
+    }
+    there = not on_cuda() or installed("liger_kernel")  # elsewhere than on CUDA the plain operations run
+    kernels = {"": list, ", fused": lambda: [lm.FusedKernels()]} if there else {"": list}
+    report.facts |= {"tokens": length, "layers": size.few_layers}
+    lines: list[list[object]] = []
+    wrong: list[str] = []
+    for name, others in beside.items():
+        losses: list[list[float]] = []
+        for mark, more in kernels.items():
+
+            def strategies(others: Any = others, more: Any = more) -> list[Any]:
+                return [lm.LoRA(r=16), lm.ChunkedCrossEntropy(), lm.GradientCheckpointing(), *others(), *more()]
+
+            found = foreseen(shape, strategies(), length, numbers)
+            fresh()
+            got = fit(make_on_device(shape, "bfloat16"), rows, strategies(), **numbers)
+            losses.append(got.losses)
+            case, error = name + mark, off_by(got.peak_allocated, found.peak_allocated_bytes)
+            report.bytes |= {case: got.peak_allocated, f"predicted, {case}": found.peak_allocated_bytes}
+            speed = length / statistics.median(got.step_seconds[1:])
+            report.facts[case] = {"tokens_per_second": speed, "allocated_off_by": error}
+            if error is not None and abs(error) > gpu_predict.ALLOCATED:
+                wrong.append(f"{case}: allocated off by {error:+.2%}")
+            shown = "not measured" if error is None else f"{error:+.2%}"
+            lines.append([case, mib(got.peak_allocated), mib(found.peak_allocated_bytes), shown, f"{speed:,.0f}"])
+            del got
+        if (off := max(relative(each, losses[0]) for each in losses)) > 0.01:
+            wrong.append(f"{name}: losses with fused kernels are off by {off:.4f}")
+    head = f"SOLAR's shape, {size.few_layers} layers, {length:,} tokens"
+    report.tables.append(table([head, "peak, MiB", "predicted, MiB", "off by", "tokens/s"], lines))
+    require(not wrong, "; ".join(wrong))
+    need_cuda()
+    if not there:
+        raise NotRunError("liger_kernel not installed: nothing was run with fused kernels")
+
+
 # -- the table --------------------------------------------------------------------------------------------------------
+
+
+def at(length: int, run: Callable[[Report, Size, int], None]) -> Callable[[Report, Size], None]:
+    """A check with rows of one length."""
+
+    def check(report: Report, size: Size) -> None:
+        run(report, size, max(16, length // size.shrink))
+
+    check.__doc__ = f"{length:,} tokens. {run.__doc__}"
+    return check
+
 
 LORA = ("peft", "bitsandbytes")
 RUN_FOLDER = ("datasets", "bitsandbytes", "peft")  # a run folder notes the versions of all three
@@ -1203,11 +1447,20 @@ CHECKS = (
     Check("chunked_bytes", chunked_bytes, 20, LORA),
     Check("checkpointing_bytes", checkpointing_bytes, 20, LORA),
     Check("ledger", ledger, 15, LORA),
+    Check("long_16k", at(16_384, long_rows), 50, LORA),
+    Check("hf_4k", at(4_096, hf_rows), 40, LORA),
     Check("predict", predict, 150, LORA),
+    Check("long_64k", at(65_536, long_rows), 150, LORA),
+    Check("long_4k", at(4_096, long_rows), 40, LORA),
+    Check("fused_4k", at(4_096, fused), 40, ("peft",)),
+    Check("fused_16k", at(16_384, fused), 60, ("peft",)),
+    Check("hf_8k", at(8_192, hf_rows), 40, LORA),
+    Check("hf_16k", at(16_384, hf_rows), 60, LORA),
     Check("ladder", ladder, 90, LORA),
     Check("whole_solar", whole_solar, 90, LORA),
     Check("packing_flex", packing_flex, 60),
     Check("compile", compiled, 120, LORA),
+    Check("long_longest", at(LONGEST, long_rows), 460, LORA),  # alone: --only long_longest --minutes 9
 )
 
 
@@ -1403,6 +1656,7 @@ def main() -> int:
         return 0
     checks = chosen(given.only)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # the same bits every time
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as `lowmem train` does
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if given.device == "cpu":

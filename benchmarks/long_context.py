@@ -9,6 +9,7 @@ whose jobs these are).
     python benchmarks/long_context.py --quick          # 1,024 tokens, nothing is written
     python benchmarks/long_context.py                  # the table; about an hour on two cores
     python benchmarks/long_context.py --lengths 1024 4096
+    python benchmarks/long_context.py --float32        # for a CPU without products in bfloat16, which takes hours else
 
 Writes benchmarks/results/long_context.md and .json. Exit status 1 where a bar is missed, 2 where the two did not do the
 same job.
@@ -92,6 +93,7 @@ def common_of(length: int, arguments: argparse.Namespace, model: Path) -> versus
         logging_steps=1,
         rows_at_the_end=1,
         threads=arguments.threads,
+        dtype="float32" if arguments.float32 else "bfloat16",
     )
     place = arguments.work / f"rows-{length}.json"
     generator = torch.Generator().manual_seed(length)
@@ -103,20 +105,21 @@ def common_of(length: int, arguments: argparse.Namespace, model: Path) -> versus
     return versus_trl.Common(**{**asdict(common), "rows": str(place)})
 
 
-def jobs_of(commons: dict[int, versus_trl.Common], repetitions: int) -> list[tuple[str, dict[str, Any]]]:
+def jobs_of(commons: dict[int, versus_trl.Common], repetitions: int, float32: bool) -> list[tuple[str, dict[str, Any]]]:
     """All jobs: bytes first, then times, the sides taking turns."""
     jobs = []
+    sides = {n: {**side, "settings": {**side["settings"], "bf16": not float32}} for n, side in SIDES.items()}
     for length, common in commons.items():
-        for name, side in SIDES.items():
+        for name, side in sides.items():
             jobs.append((f"{name} {length} memory", {**side, "memory": True, "common": asdict(common)}))
         for repetition in range(repetitions):
-            order = list(SIDES.items()) if repetition % 2 == 0 else list(reversed(SIDES.items()))
+            order = list(sides.items()) if repetition % 2 == 0 else list(reversed(sides.items()))
             for name, side in order:
                 jobs.append((f"{name} {length} {repetition}", {**side, "memory": False, "common": asdict(common)}))
     return jobs
 
 
-def report(commons: dict[int, versus_trl.Common], done: dict[str, dict[str, Any]], write: bool) -> int:
+def report(commons: dict[int, versus_trl.Common], done: dict[str, dict[str, Any]], write: bool, float32: bool) -> int:
     """The table, the bars, and whether both did the same job."""
     rows, found, wrong, missed = [], {}, [], False
     for length in commons:
@@ -130,12 +133,14 @@ def report(commons: dict[int, versus_trl.Common], done: dict[str, dict[str, Any]
         rows.append([f"{length:,}", *bytes_, f"{100 * memory:.0f} %", *speeds, f"{time:.2f} x"])
         found[length] = {"lowmem": ours, "trl": theirs, "memory": memory, "time": time}
     header = ["tokens", "lowmem MiB", "TRL MiB", "bytes", "lowmem tokens/s", "TRL tokens/s", "time per token"]
+    command = "python benchmarks/long_context.py" + (" --float32" if float32 else "")
+    precision = "float32" if float32 else "bfloat16 autocast"
     facts = next(reversed(done.values()))["environment"]
     parts = [
         "# lowmem and TRL on long rows",
-        "Made by `python benchmarks/long_context.py`: 4 layers, hidden size 1,024, LoRA of rank 16, one row per step, "
-        "checkpointing and bfloat16 autocast on both sides, nothing offloaded. MiB are peak live bytes above the "
-        f"weights. Bars: bytes at most {100 * MEMORY_BAR:.0f} %, time per token at most {TIME_BAR} x.",
+        f"Made by `{command}`: 4 layers, hidden size 1,024, LoRA of rank 16, one row per step, checkpointing and "
+        f"{precision} on both sides, nothing offloaded. MiB are peak live bytes above the weights. Bars: bytes at most "
+        f"{100 * MEMORY_BAR:.0f} %, time per token at most {TIME_BAR} x.",
         table(header, rows),
         f"Bars: {'missed somewhere' if missed else 'met at every length'}.",
         "## Made with\n\n" + as_table(facts),
@@ -155,6 +160,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the shortest rows only; nothing is written")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens in a row")
+    parser.add_argument("--float32", action="store_true", help="weights and products in float32, on both sides")
     parser.add_argument("--repetitions", type=int, help="timed runs of each side (default 2)")
     parser.add_argument("--threads", type=int, help="torch threads (default: torch's own choice)")
     parser.add_argument("--work", type=Path, default=WORK, help="folder for weights, rows and finished jobs")
@@ -163,8 +169,9 @@ def main() -> int:
     model = model_folder(arguments.work)
     lengths = arguments.lengths[:1] if arguments.quick else arguments.lengths
     commons = {length: common_of(length, arguments, model) for length in lengths}
-    jobs = jobs_of(commons, arguments.repetitions or (1 if arguments.quick else 2))
-    return report(commons, versus_trl.run_all(jobs, arguments.work), not arguments.quick)
+    jobs = jobs_of(commons, arguments.repetitions or (1 if arguments.quick else 2), arguments.float32)
+    done = versus_trl.run_all(jobs, arguments.work)
+    return report(commons, done, not arguments.quick, arguments.float32)
 
 
 if __name__ == "__main__":

@@ -32,10 +32,12 @@ if TYPE_CHECKING:
         MixedPrecision,
         OptimizerInBackward,
         Packing,
+        PipelineParallel,
         PureBF16,
         Quantization,
         RetryOnOOM,
         StreamedWeights,
+        TensorParallel,
         TiledMLP,
     )
     from lowmem.strategy import ConflictError, Stage, Strategy, Trait
@@ -65,6 +67,7 @@ _HOME = {
             "ChunkedCrossEntropy",
             "ChunkedLayers",
             "Packing",
+            "PipelineParallel",
             "OptimizerInBackward",
             "EMA",
             "Compile",
@@ -72,6 +75,7 @@ _HOME = {
             "FusedKernels",
             "RetryOnOOM",
             "StreamedWeights",
+            "TensorParallel",
             "TiledMLP",
             "DDP",
             "FSDP2",
@@ -115,9 +119,11 @@ __all__ = [  # noqa: RUF022 - the order is the reader's: the trainer, the number
     "FusedKernels",
     "RetryOnOOM",
     "StreamedWeights",
+    "TensorParallel",
     "TiledMLP",
     "DDP",
     "FSDP2",
+    "PipelineParallel",
     "__version__",
 ]
 

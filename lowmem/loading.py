@@ -15,6 +15,7 @@ from torch import nn
 from lowmem.config import LoadConfig, ModelConfig
 from lowmem.embeddings import add_rows_for
 from lowmem.errors import UserError
+from lowmem.sharded import is_part
 from lowmem.stored_quantization import prepare
 
 # what a tokenizer leaves in a folder
@@ -213,4 +214,8 @@ def raise_trainable_dtype(model: nn.Module, dtype: str | None) -> None:
         return
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
-            parameter.data = parameter.data.to(getattr(torch, dtype))
+            raised = parameter.detach().to(getattr(torch, dtype))
+            if is_part(parameter):  # its data cannot be replaced
+                torch.utils.swap_tensors(parameter, nn.Parameter(raised))  # type: ignore[no-untyped-call]
+            else:
+                parameter.data = raised

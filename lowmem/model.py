@@ -38,12 +38,16 @@ def _is_layer(module: nn.Module) -> bool:
 
 def norms_beside(model: nn.Module) -> list[nn.Module]:
     """Norms that stand beside the list of decoder layers, such as the one after the last."""
+    return [child for child in decoder(model).children() if "norm" in type(child).__name__.lower()]
+
+
+def decoder(model: nn.Module) -> nn.Module:
+    """The module that holds the list of decoder layers, and calls them."""
     first = blocks(model)[0]
     for module in model.modules():
-        children = list(module.children())
-        if any(isinstance(child, nn.ModuleList) and len(child) and child[0] is first for child in children):
-            return [child for child in children if "norm" in type(child).__name__.lower()]
-    return []
+        if any(isinstance(child, nn.ModuleList) and len(child) and child[0] is first for child in module.children()):
+            return module
+    raise AssertionError("blocks are in a list of some module")
 
 
 def feed_forward(block: nn.Module) -> nn.Module | None:
@@ -88,7 +92,7 @@ def without_head(model: nn.Module) -> Iterator[None]:
     A linear factor on the logits (Cohere, Granite) still acts, on the hidden states, which is the same.
     """
     linear: Any = head(model)
-    config = _text_config(model)
+    config = text_config(model)
     cap = getattr(config, "final_logit_softcapping", None)
     linear.forward = lambda hidden: hidden
     if cap:
@@ -103,18 +107,19 @@ def without_head(model: nn.Module) -> Iterator[None]:
 
 def final_softcap(model: nn.Module) -> float | None:
     """c in logits = c * tanh(logits / c), where the model has it (Gemma 2 and later)."""
-    cap = getattr(_text_config(model), "final_logit_softcapping", None)
+    cap = getattr(text_config(model), "final_logit_softcapping", None)
     return float(cap) if cap else None
 
 
-def _text_config(model: nn.Module) -> Any:
+def text_config(model: nn.Module) -> Any:
+    """The config with the numbers of the decoder (part of the whole one where a model sees pictures, too)."""
     config: Any = getattr(unwrapped(model), "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def context_length(model: nn.Module) -> int | None:
     """The most tokens the model takes at once, where its config says so."""
-    length = getattr(_text_config(model), "max_position_embeddings", None)
+    length = getattr(text_config(model), "max_position_embeddings", None)
     return int(length) if length else None
 
 
@@ -193,7 +198,7 @@ def _linear_classes() -> tuple[type[nn.Module], ...]:
 
 
 def _routes(name: str, module: nn.Module, model: nn.Module) -> bool:
-    config = _text_config(model)
+    config = text_config(model)
     experts = [getattr(config, key, None) for key in ("num_local_experts", "num_experts", "n_routed_experts")]
     parts, outputs = name.split("."), getattr(module, "out_features", None)
     # one output: the gate of a shared expert
@@ -214,7 +219,7 @@ def fused_experts(model: nn.Module) -> int:
 
 def takes_one_row(model: nn.Module) -> bool:
     """Whether packed samples must stand in one row: for flash attention, transformers finds their borders only so."""
-    return "flash" in str(getattr(_text_config(model), "_attn_implementation", ""))
+    return "flash" in str(getattr(text_config(model), "_attn_implementation", ""))
 
 
 def wrap_forward(module: nn.Module, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -229,14 +234,7 @@ def call(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         UserError: the model's forward cannot take the inputs, or returns no logits without labels.
     """
     inner = unwrapped(model)
-    named = inspect.signature(inner.forward).parameters
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in named.values())
-    given: dict[str, Any] = {k: v for k, v in inputs.items() if k not in ("labels", "loss_weights")}
-    for name in given:
-        if name not in named and not takes_any:
-            raise UserError(f"{type(inner).__name__}.forward takes no {name}, which this run needs")
-    if "use_cache" in named or (takes_any and hasattr(getattr(inner, "config", None), "use_cache")):
-        given["use_cache"] = False
+    given = _arguments(inner, inputs)
     try:
         output = model(**given)
     except TypeError as error:
@@ -248,3 +246,22 @@ def call(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         raise UserError(f"{type(inner).__name__}.forward returns {type(output).__name__}, in which there are no logits")
     in_front = logits.shape[1] - inputs["input_ids"].shape[1]  # a prompt that an adapter puts before every row
     return logits[:, in_front:] if in_front > 0 else logits
+
+
+def hidden_states(layers: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    """What the `decoder` of a model makes of a collated micro-batch, (rows, length, width)."""
+    output = layers(**_arguments(layers, inputs))
+    states: Tensor = output if isinstance(output, Tensor) else output[0]
+    return states
+
+
+def _arguments(module: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Any]:
+    named = inspect.signature(module.forward).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in named.values())
+    given: dict[str, Any] = {k: v for k, v in inputs.items() if k not in ("labels", "loss_weights")}
+    for name in given:
+        if name not in named and not takes_any:
+            raise UserError(f"{type(module).__name__}.forward takes no {name}, which this run needs")
+    if "use_cache" in named or (takes_any and hasattr(getattr(module, "config", None), "use_cache")):
+        given["use_cache"] = False
+    return given

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lowmem.errors import UserError
-from lowmem.strategy import Trait
+from lowmem.strategy import ForwardBackward, Trait
 from lowmem.world import World
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ class Run:
         traits: what holds with the strategies of this run.
         world: the processes that share the run.
         autocast: the context in which operations run outside of a loss, too.
+        loop: what computes a pass in place of the plain loop over micro-batches; null: that loop.
         find_gradients: the gradients of a step, where an engine keeps them elsewhere than in `Parameter.grad`.
         model: the wrapped model, once it exists.
         trainable: name -> parameter, once the model exists.
@@ -48,6 +49,7 @@ class Run:
     traits: frozenset[Trait]
     world: World = field(default_factory=World)
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+    loop: ForwardBackward | None = None
     find_gradients: Callable[[], list[Tensor]] | None = None
     subject: Callable[[], Subject] | None = None
     model: nn.Module | None = None

@@ -61,6 +61,11 @@ def holds_parts(kinds: Iterable[type]) -> bool:
     return module is not None and any(issubclass(kind, module.DTensor) for kind in kinds)
 
 
+def spread_over(tensor: Tensor) -> tuple[str, ...] | None:
+    """The dimensions of the mesh that a tensor lives on; null for a plain one."""
+    return (tensor.device_mesh.mesh_dim_names or ()) if is_part(tensor) else None
+
+
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor, as a view; a plain tensor as it is."""
     if parts := parts_of(tensor):
@@ -199,7 +204,7 @@ def _spread_over(tensor: Tensor, world: World) -> tuple[tuple[Any, ...], list[An
     if not is_part(tensor):
         return (), []
     names = tensor.device_mesh.mesh_dim_names or ()
-    cut = [number for number, placement in enumerate(tensor.placements) if placement.is_shard()]
+    cut = [number for number, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     return tuple(names[number] for number in cut), [tensor.device_mesh.get_group(number) for number in cut]
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +79,7 @@ class StoredTensor:
         Raises:
             UserError: the file ends before it.
         """
+        _give_back()
         tensor = torch.empty(self.shape, dtype=self.dtype)
         if not tensor.numel():
             return tensor
@@ -84,6 +89,22 @@ class StoredTensor:
             if file.readinto(into) != len(into):  # type: ignore[attr-defined]
                 raise UserError(f"{self.path}: the file is damaged (it ends within {self.name}); take another copy")
         return tensor
+
+
+@cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    """glibc's; null with another allocator."""
+    return getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+
+
+def _give_back() -> None:
+    """Return freed memory to the system.
+
+    glibc keeps it in the holes between what stays, and weights that are read, quantised and let go leave many: of 1.1
+    billion weights, 600 MiB beside a model of 727.
+    """
+    if (trim := _malloc_trim()) is not None:
+        trim(0)
 
 
 def stored_tensors(path: Path) -> dict[str, StoredTensor]:

@@ -115,7 +115,8 @@ class Trainer:
         make = self._wrap("wrap_optimizer", _no_optimizer)
         self.optimizer = self.run.optimizer = make(list(self.run.trainable.values()))
         self.guard = guard = NonFiniteGuard(self)
-        self.forward_backward = guard.around_pass(self._wrap("wrap_forward_backward", self._forward_backward))
+        loop = self.run.loop or self._forward_backward
+        self.forward_backward = guard.around_pass(self._wrap("wrap_forward_backward", loop))
         self.step = guard.around_step(self._wrap("wrap_step", self._step))
         self.inference = self._wrap("wrap_inference", self._inference)
 

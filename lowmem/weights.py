@@ -29,8 +29,7 @@ def save_pretrained(model: nn.Module, tokenizer: Any, folder: Path, world: World
         return
     folder.mkdir(parents=True, exist_ok=True)
     if _is_peft(model):
-        kept = _would_be_lost(model)
-        model.save_pretrained(folder, save_embedding_layers=kept, state_dict=state)  # type: ignore[operator]
+        _save_adapter(model, folder, _would_be_lost(model), state)
     elif hasattr(model, "save_pretrained"):
         model.save_pretrained(folder, state_dict=state)  # type: ignore[operator]
     else:
@@ -49,7 +48,7 @@ def save_weights(model: nn.Module, folder: Path, state: dict[str, Tensor] | None
     """
     if _is_peft(model):
         # "auto" would ask the hub for the base model's vocabulary at every checkpoint.
-        model.save_pretrained(folder, save_embedding_layers=False, state_dict=state)  # type: ignore[operator]
+        _save_adapter(model, folder, False, state)
         return
     save_file(state or named_state(model), folder / "model.safetensors", metadata={"format": "pt"})
     config: Any = getattr(model, "config", None)
@@ -138,6 +137,16 @@ def open_safetensors(path: Path) -> Any:
         ) from error
 
 
+def _save_adapter(model: nn.Module, folder: Path, embedding: bool, state: dict[str, Tensor] | None) -> None:
+    """peft's own files; with `state` from `complete_state` where no rank has everything."""
+    adapted: Any = model
+    if state is None or state.keys() <= model.state_dict().keys():
+        adapted.save_pretrained(folder, save_embedding_layers=embedding, state_dict=state)
+        return
+    adapted.save_pretrained(folder, save_embedding_layers=embedding)  # peft asks the modules of this stage alone
+    save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
 def _would_be_lost(model: nn.Module) -> bool:
     """Whether the embedding has rows that are neither in the base model's files nor in the adapter.
 
@@ -152,12 +161,16 @@ def _would_be_lost(model: nn.Module) -> bool:
 def complete_state(model: nn.Module, world: World) -> dict[str, Tensor] | None:
     """Whole tensors by name, on rank 0, where no rank has all of them; else null: the model itself has them.
 
-    All ranks must ask.
+    All ranks must ask. The names are the model's, and those of peft's file for the stages of a model with an adapter.
     """
     state = model.state_dict(keep_vars=True) if _is_peft(model) else _state(model)
     if not is_spread(state.values(), world):
         return None
-    if _is_peft(model):
+    if _is_peft(model) and world.group_size("pipeline") > 1:
+        from peft import get_peft_model_state_dict
+
+        state = get_peft_model_state_dict(model, save_embedding_layers=False)
+    elif _is_peft(model):
         trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
         state = {name: tensor for name, tensor in state.items() if name in trained}
     whole: dict[str, Tensor] = gathered(state, world) or {}

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -102,9 +102,19 @@ class World:
             )
         self.sizes[dimension] = size
 
-    def claim_rest(self, dimension: str) -> int:
-        """Arrange what no other strategy has claimed along `dimension`; how many that are in a group."""
+    def claim_rest(self, dimension: str, owner: str) -> int:
+        """Arrange what no other strategy has claimed along `dimension`; how many that are in a group.
+
+        Raises:
+            UserError: there is nobody left to share with.
+        """
         rest = self.size // math.prod(self.sizes.values())
+        if rest == 1 and self.size > 1:
+            taken = " x ".join(f"{number} ({name})" for name, number in self.sizes.items())
+            raise UserError(
+                f"{owner}: all {self.size} processes are taken ({taken}); start more, or set a smaller size there, or "
+                f"drop {owner}"
+            )
         self.sizes[dimension] = rest
         return rest
 
@@ -134,11 +144,8 @@ class World:
     @cached_property
     def mesh(self) -> DeviceMesh:
         """All ranks, arranged; `mesh["data"]` and the like are its parts."""
-        from torch.distributed.device_mesh import init_device_mesh
-
         shape = tuple(self.group_size(name) for name in DIMENSIONS)
-        kind = "cpu" if self.device_type == "meta" else self.device_type  # torch has no groups of its own for it
-        return init_device_mesh(kind, shape, mesh_dim_names=DIMENSIONS)
+        return _foreseen_mesh(shape) if self.device_type == "meta" else _mesh(self.device_type, shape)
 
     def group(self, dimension: str) -> Any:
         """The process group of this rank along a dimension."""
@@ -251,6 +258,18 @@ class World:
         step, seconds = last[rank]
         when = f"last sign of life: step {step}, {time.time() - seconds:.0f} s ago" if seconds else "it never began"
         return f"rank {rank} does not answer ({when}), so {here} ends, too; --resume goes on ({first_line})"
+
+
+def _mesh(device_type: str, shape: tuple[int, ...]) -> DeviceMesh:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh(device_type, shape, mesh_dim_names=DIMENSIONS)
+
+
+@cache
+def _foreseen_mesh(shape: tuple[int, ...]) -> DeviceMesh:
+    """Of a run on the meta device, for which torch has no groups of its own."""
+    return _mesh("cpu", shape)
 
 
 def _last_sign(store: Any, rank: int) -> tuple[int, float]:

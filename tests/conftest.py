@@ -130,6 +130,7 @@ def run_training(strategies: Sequence[Strategy] = (), **options: Any) -> Trained
         if event.kind == "step":
             steps.append(event.metrics)
 
+    record.on_every_rank = True  # type: ignore[attr-defined]
     trainer = make_trainer(strategies, **{**options, "observers": [*options.pop("observers", ()), record]})
     before = snapshot(trainer.model)
     result = trainer.train()

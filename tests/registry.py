@@ -24,6 +24,7 @@ from lowmem import (
     MixedPrecision,
     OptimizerInBackward,
     Packing,
+    PipelineParallel,
     PureBF16,
     Quantization,
     RetryOnOOM,
@@ -86,6 +87,7 @@ ROWS = (
     Row("accumulation-steps-3", lambda: GradientAccumulation(steps=3)),
     Row("retry-after-oom", after_a_failure),
     Row("packing", Packing),
+    Row("pipeline", PipelineParallel),  # one process; two and four: tests/distributed/test_pipeline.py
     Row("deepspeed-zero", DeepSpeedZeRO),  # one process; two: tests/distributed/test_deepspeed.py
     Row("adamw-8bit", AdamW8bit, bound=0.0005),
     Row("adamw-8bit-paged", lambda: AdamW8bit(paged=True), bound=0.0005),
@@ -147,6 +149,13 @@ REFUSED: dict[frozenset[str], tuple[str, ...]] = {
     frozenset({"deepspeed_zero", "pure_bf16"}): ("to be float32", "takes that away", "use ddp or fsdp_2"),
     frozenset({"deepspeed_zero", "optimizer_in_backward"}): ("all gradients of the step", "takes that away"),
     frozenset({"deepspeed_zero", "retry_on_oom"}): ("this process's own affair", "takes that away"),
+    frozenset({"pipeline_parallel", "deepspeed_zero"}): ("ordinary tensors", "takes that away"),
+    frozenset({"pipeline_parallel", "optimizer_in_backward"}): ("all gradients of the step", "takes that away"),
+    frozenset({"pipeline_parallel", "retry_on_oom"}): ("this process's own affair", "takes that away"),
+    **{
+        frozenset({"pipeline", row}): ("one process to compute all layers", "takes that away")
+        for row in ("checkpointing-2-offload", "checkpointing-disk", "checkpointing-budget", "streamed-weights")
+    },
     frozenset({"fp16-autocast", "in-backward"}): (  # rows, where the setting decides
         "all gradients of the step",
         "takes that away",

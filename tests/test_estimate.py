@@ -119,6 +119,14 @@ def test_a_known_shape_needs_no_config_and_no_weights():
     assert (solar.layers, solar.vocabulary) == (48, 32000)
 
 
+def test_a_kernel_from_a_package_is_foreseen_without_the_package(folder):
+    sizes = [
+        json.loads(lowmem("estimate", "tiny.yaml", "strategies.mixed_precision={}", *kernel, "--json"))["ledger"]
+        for kernel in ([], ["model.attn_implementation=flash_attention_2"])
+    ]
+    assert sizes[0] == sizes[1]
+
+
 def test_on_a_cpu_there_is_no_card_to_speak_of(folder):
     text = lowmem("estimate", "tiny.yaml", "--device", "cpu")
     assert "for tensors" in text.splitlines()[0]

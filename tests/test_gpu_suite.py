@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,6 +47,53 @@ def test_a_small_part_on_a_cpu(tmp_path: Path) -> None:
     assert checks["ladder"]["bytes"]
     assert set(checks["ladder"]["bytes"].values()) == {None}
     assert "not run: ladder (no CUDA)" in done.stdout
+
+
+def test_long_rows_and_fused_kernels_on_a_cpu(tmp_path: Path) -> None:
+    """The recipe for long rows, transformers and peft beside it, and fused kernels: all of it but the card's bytes."""
+    out = tmp_path / "suite.json"
+    names = ["long_4k", "long_longest", "hf_4k", "fused_4k"]
+    arguments = ("--device", "cpu", "--tiny", "--minutes", "20", "--only", ",".join(names), "--out", str(out))
+    done = run_suite(*arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    checks = {check["name"]: check for check in json.loads(out.read_text(encoding="utf-8"))["checks"]}
+    assert sorted(checks) == sorted(names)
+    assert {(check["status"], check["reason"]) for check in checks.values()} == {("not run", "no CUDA")}
+    for name, steps in (("long_4k", 3), ("long_longest", 1)):
+        facts, sizes = checks[name]["facts"], checks[name]["bytes"]
+        assert facts["called_fitting"] is True
+        assert len(facts["losses"]) == steps
+        assert 0 < sizes["predicted allocated"] <= sizes["predicted reserved"]
+        assert sizes["predicted pinned"] > 0
+        assert sizes["peak allocated"] is sizes["peak reserved"] is sizes["pinned"] is None  # nothing was measured
+    assert checks["long_4k"]["facts"]["tokens"] == 32
+    assert len(checks["hf_4k"]["facts"]["losses"]) == 3
+    cases = [c + k for c in ("checkpointing", "+ tiled MLP", "+ chunked layers") for k in ("", ", fused")]
+    assert [name for name in checks["fused_4k"]["bytes"] if not name.startswith("predicted")] == cases
+    assert all(checks["fused_4k"]["bytes"][f"predicted, {case}"] > 0 for case in cases)
+
+
+def suite() -> Any:
+    spec = importlib.util.spec_from_file_location("gpu_suite_here", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look there
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_what_is_called_fitting_has_to_fit() -> None:
+    found, usable = suite(), int(23.5 * 2**30)
+    found.must_fit(True, True, usable)
+    found.must_fit(True, True, None)
+    for arguments, words in (
+        ((False, True, usable), "does not call it fitting"),
+        ((True, False, None), "was not enough"),
+        ((True, True, usable + 1), "reserved, of"),
+    ):
+        with pytest.raises(AssertionError, match=words):
+            found.must_fit(*arguments)
 
 
 def test_what_it_predicts_and_measures_goes_the_same_way(tmp_path: Path) -> None:

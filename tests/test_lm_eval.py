@@ -73,7 +73,7 @@ def run(folder, *strategies) -> str:
     trainer = Trainer(
         str(folder / "base"),
         [{"prompt": row["question"], "completion": "ok!"} for row in ROWS],
-        training=numbers(max_steps=60, learning_rate=2e-2, output_dir=str(folder / "out")),
+        training=numbers(max_steps=80, learning_rate=5e-3, output_dir=str(folder / "out")),
         strategies=strategies,
     )
     trainer.train()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import platform
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_llama
+from safetensors.torch import save_file
 from small_models import byte_tokenizer, save_base
 from test_architectures import SHAPES
 from test_phases import Measured
@@ -128,6 +132,37 @@ def test_no_weight_hangs_on_its_file(tmp_path: Path) -> None:
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name])
         assert parameter.untyped_storage().nbytes() == parameter.nbytes
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another allocator")
+def test_memory_between_what_stays_is_given_back(tmp_path: Path) -> None:
+    """In a process of its own, whose memory nobody else has cut up: large tensors go, small ones between them stay."""
+    save_file({"a": torch.ones(8)}, tmp_path / "model.safetensors")
+    script = """
+import sys, torch
+from pathlib import Path
+from lowmem.tensor_files import stored_tensors
+
+def resident():
+    return 4096 * int(Path("/proc/self/statm").read_text().split()[1])
+
+(weight,) = stored_tensors(Path(sys.argv[1])).values()
+del [torch.ones(30 * 2**20, dtype=torch.uint8)][:]  # from here on, such sizes come from the heap
+start, large, small = resident(), [], []
+for _ in range(30):
+    large.append(torch.ones(8 * 2**20, dtype=torch.uint8))
+    small.append(torch.ones(2**20, dtype=torch.uint8))
+large.clear()
+held = resident() - start
+weight.read()
+print(held, resident() - start)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, tmp_path / "model.safetensors"], capture_output=True, text=True, check=True
+    )
+    held, left = map(int, done.stdout.split())
+    assert held > 200 * 2**20, done.stdout
+    assert left < 0.25 * held, done.stdout  # 30 MiB stay
 
 
 def test_place_is_shown_each_weight_once_layer_after_layer(tmp_path: Path) -> None:

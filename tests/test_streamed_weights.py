@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import weakref
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from conftest import Trained, make_llama, make_rows, make_trainer, run_training
 from registry import ROWS, Row, refusal, together
+from small_models import byte_tokenizer
 from torch import nn
 
 from lowmem import (
@@ -26,10 +28,14 @@ from lowmem import (
     Strategy,
     StreamedWeights,
     TiledMLP,
+    Trainer,
     TrainingConfig,
 )
+from lowmem.config import ModelConfig
 from lowmem.errors import UserError
+from lowmem.memory.estimate import estimate
 from lowmem.memory.predict import judge, record
+from lowmem.memory.subject import Subject, model_config
 from lowmem.memory.trace import Trace
 from lowmem.ops import streamed
 from lowmem.ops.streamed import LABEL, Away
@@ -212,6 +218,53 @@ def test_host_and_card_hold_what_they_should(format: Any) -> None:
     found = judge(trace, expandable=True)
     assert found.pinned_bytes >= 6 * size
     assert found.ledger[LABEL] <= 2 * size
+
+
+def test_a_layer_is_let_go_before_the_next_is_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From files, as a run loads them: beside the buffers lie the layers that have not been packed yet, and no copy."""
+    make_llama(torch.bfloat16, num_hidden_layers=5).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    origins: list[list[weakref.ref[Any]]] = []
+    alive: list[list[int]] = []
+    going, packed = StreamedWeights._going, Away.__init__
+
+    def listed(self: StreamedWeights, model: nn.Module) -> Any:
+        layers = going(self, model)
+        origins[:] = [[weakref.ref(slot.get().untyped_storage()) for slot in slots] for slots in layers]
+        return layers
+
+    def packing(self: Away, *args: Any) -> None:
+        packed(self, *args)
+        alive.append([sum(ref() is not None for ref in refs) for refs in origins])
+
+    monkeypatch.setattr(StreamedWeights, "_going", listed)
+    monkeypatch.setattr(Away, "__init__", packing)
+    Trainer(
+        str(tmp_path),
+        make_rows(),
+        training=TrainingConfig(batch_size=2, max_steps=1, max_length=64),
+        strategies=[LoRA(r=2), GradientCheckpointing(), StreamedWeights()],
+    )
+    whole = len(origins[0])
+    assert whole == 9
+    assert alive == [[0] * (n + 1) + [whole] * (4 - n) for n in range(5)]
+
+
+def test_the_predicted_host_holds_one_copy(tmp_path: Path) -> None:
+    """Not the files' tensors and, beside them, all that they become."""
+    model = make_llama(torch.bfloat16, num_hidden_layers=6, hidden_size=256, intermediate_size=512)
+    model.config.dtype = torch.bfloat16
+    model.config.save_pretrained(tmp_path)
+    given = ModelConfig(str(tmp_path), dtype="bfloat16")
+    numbers = TrainingConfig(batch_size=2, max_steps=2, max_length=64)
+    strategies = [LoRA(r=4), GradientCheckpointing(), StreamedWeights()]
+    found = estimate(Subject.of_config(model_config(given), given, numbers, strategies), lengths=(64, 64), band=False)
+    layer = sum(p.nbytes for p in model.model.layers[0].parameters())
+    whole = sum(p.nbytes for p in model.parameters())
+    held = {phase: size.get("tensors", 0) + size.get("pinned", 0) for phase, size in found.host_phases.items()}
+    assert whole <= held["load"] <= whole + layer
+    assert 6 * layer <= held["at rest"] <= 6 * layer + 2**14
+    assert found.host_phases["forward"]["pinned"] == found.pinned_bytes
 
 
 def test_beyond_the_limit_memory_is_pageable() -> None:

@@ -76,15 +76,33 @@ def pinned_size(size: int) -> int:
 
 
 def pinned_bytes(trace: Trace) -> int:
-    """What the allocator of pinned memory ends up with: it keeps every block, and gives it to tensors of its size."""
-    live: Counter[int] = Counter()
-    most: Counter[int] = Counter()
+    """What the allocator of pinned memory ends up with."""
+    blocks = _Blocks()
     for number, size in trace.host_events:
         if trace.storages[number].kept_on == "pinned":
-            block = abs(size)
-            live[block] += 1 if size > 0 else -1
-            most[block] = max(most[block], live[block])
-    return sum(size * count for size, count in most.items())
+            blocks.see(size)
+    return blocks.kept
+
+
+class _Blocks:
+    """The allocator of pinned memory: it keeps every block, and gives it to tensors of its size.
+
+    Attributes:
+        kept: bytes, in use or not.
+    """
+
+    def __init__(self) -> None:
+        self.kept = 0
+        self._live: Counter[int] = Counter()
+        self._most: Counter[int] = Counter()
+
+    def see(self, size: int) -> None:
+        """A block is taken, or (negative) given back."""
+        block = abs(size)
+        self._live[block] += 1 if size > 0 else -1
+        if self._live[block] > self._most[block]:
+            self._most[block] += 1
+            self.kept += block
 
 
 def managed_bytes(trace: Trace) -> tuple[int, int]:
@@ -108,12 +126,11 @@ def host_ledgers(trace: Trace, device: str, data_bytes: int, merging: Trace | No
     base = {"process": PROCESS_BYTES}
     if device == "cuda":
         base["CUDA's libraries"] = CUDA_LIBRARIES_BYTES
-    beside = {**base, "data": data_bytes, "pinned": pinned_bytes(trace)}
     if device == "cuda":
-        peaks = _peaks(trace, "host") or {"at rest": 0}
+        peaks = _with_pinned(trace) or {"at rest": {}}
     else:
-        peaks = {phase: moment.bytes for phase, moment in moments(trace).items()}
-    found = {phase: {**beside, "tensors": size} for phase, size in peaks.items()}
+        peaks = {phase: {"tensors": moment.bytes} for phase, moment in moments(trace).items()}
+    found = {phase: {**base, "data": data_bytes, **sizes} for phase, sizes in peaks.items()}
     if merging is not None:
         found["merge"] = {**base, "tensors": merging.peak()[0]}
     return {phase: {name: size for name, size in ledger.items() if size} for phase, ledger in found.items()}
@@ -133,6 +150,22 @@ def _peaks(trace: Trace, *places: str) -> dict[str, int]:
             live += size
             if size > 0:
                 most[storage.phase] = max(most.get(storage.phase, 0), live)
+    return most
+
+
+def _with_pinned(trace: Trace) -> dict[str, dict[str, int]]:
+    """Phase -> ordinary and pinned bytes when their sum is highest, for the phases in which some was taken."""
+    ordinary, blocks, most = 0, _Blocks(), dict[str, dict[str, int]]()
+    for number, size in trace.host_events:
+        storage = trace.storages[number]
+        if storage.kept_on == "pinned":
+            blocks.see(size)
+        elif storage.kept_on == "host":
+            ordinary += size
+        else:
+            continue
+        if size > 0 and ordinary + blocks.kept >= sum(most.get(storage.phase, {}).values()):
+            most[storage.phase] = {"pinned": blocks.kept, "tensors": ordinary}
     return most
 
 

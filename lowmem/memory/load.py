@@ -38,12 +38,14 @@ def load_without_data(make: Callable[[], Any], load: LoadConfig, place: str = "d
         UserError: the stored weights are quantised, and not as `load` asks for.
     """
     options = dict(load.from_pretrained)
-    if load.attn_implementation:
-        options["attn_implementation"] = load.attn_implementation
     singly = load.one_by_one is not None and load.model is not None and obstacle(load.model) is None
     # neither `make`'s nor transformers' own skeleton has memory
     with without_bars(), _as_with_data(place), keeping("nowhere"), in_turn() if singly else nullcontext():
         source = make()
+        kernel = load.attn_implementation or source.config._attn_implementation
+        packaged = "flash" in str(kernel)  # needs a package to run, and none to be run without data
+        if kernel:
+            options["attn_implementation"] = "sdpa" if packaged else kernel
         common: dict[str, Any] = {
             "dtype": source.dtype if load.dtype == "auto" else getattr(torch, load.dtype),
             "device_map": {"": META},
@@ -56,6 +58,8 @@ def load_without_data(make: Callable[[], Any], load: LoadConfig, place: str = "d
             prepare(source.config, wanted, name)
             stored = _quantised_files(source, stored, {**common, "quantization_config": wanted})
         model = _from_files(type(source), source.config, stored, common)
+        if packaged:
+            model.config._attn_implementation = kernel  # type: ignore[union-attr]
     if place == "host":  # it goes to the device layer by layer, and the rest with `move_rest`
         vars(model)["to"] = lambda *_: model
     return model

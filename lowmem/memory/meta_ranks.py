@@ -32,29 +32,25 @@ def meta_ranks(number: int) -> Iterator[None]:
         yield
 
 
+_groups: dict[int, Any] = {}  # number of ranks -> the group of all of them
+
+
 @contextmanager
 def _fake_group(number: int) -> Iterator[None]:
-    """Inside, the world's process group is one of torch's that sends nothing; real ones stay what they are."""
+    """Inside, the world's process group is one of torch's that sends nothing; a real one stays what it is.
+
+    Groups are kept: what torch remembers of operations on spread tensors leads back to the first mesh of its shape.
+    """
     from torch.distributed import distributed_c10d
     from torch.testing._internal.distributed import fake_pg  # noqa: F401  (importing it registers the backend)
 
     c10d: Any = distributed_c10d
-    before, known = c10d._world.default_pg, set(c10d._world.pg_map)
-    c10d._update_default_pg(None)
+    before = c10d._world.default_pg
+    c10d._update_default_pg(_groups.get(number))
     try:
-        c10d.init_process_group("fake", rank=0, world_size=number, store=vars(dist)["HashStore"]())
+        if number not in _groups:
+            c10d.init_process_group("fake", rank=0, world_size=number, store=vars(dist)["HashStore"]())
+            _groups[number] = c10d._world.default_pg
         yield
-    finally:  # `destroy_process_group` would take all of them
-        for group in set(c10d._world.pg_map) - known:
-            _forget(c10d, group)
+    finally:
         c10d._update_default_pg(before)
-
-
-def _forget(c10d: Any, group: Any) -> None:
-    world = c10d._world
-    c10d._unregister_process_group(group.group_name)
-    for table in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config):
-        table.pop(group, None)
-    tag = world.pg_to_tag.pop(group, None)
-    if tag is not None:
-        world.tags_to_pg[tag].remove(group)

@@ -17,6 +17,8 @@ from lowmem.strategies.compile import Compile
 from lowmem.strategies.distributed.ddp import DDP
 from lowmem.strategies.distributed.deepspeed import DeepSpeedZeRO
 from lowmem.strategies.distributed.fsdp import FSDP2
+from lowmem.strategies.distributed.pipeline import PipelineParallel
+from lowmem.strategies.distributed.tensor_parallel import TensorParallel
 from lowmem.strategies.ema import EMA
 from lowmem.strategies.fused_kernels import FusedKernels
 from lowmem.strategies.in_backward import OptimizerInBackward
@@ -51,9 +53,11 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "retry_on_oom": RetryOnOOM,
     "gradient_accumulation": GradientAccumulation,
     "packing": Packing,
+    "pipeline_parallel": PipelineParallel,
     "ddp": DDP,
     "fsdp_2": FSDP2,
     "deepspeed_zero": DeepSpeedZeRO,
+    "tensor_parallel": TensorParallel,
 }
 
 
@@ -87,10 +91,12 @@ __all__ = [
     "MixedPrecision",
     "OptimizerInBackward",
     "Packing",
+    "PipelineParallel",
     "PureBF16",
     "Quantization",
     "RetryOnOOM",
     "StreamedWeights",
+    "TensorParallel",
     "TiledMLP",
     "with_defaults",
 ]

@@ -12,6 +12,7 @@ from torch.utils import _foreach_utils
 
 from lowmem.errors import UserError
 from lowmem.run import Run
+from lowmem.sharded import spread_over
 from lowmem.strategy import MakeOptimizer, Stage, Strategy
 
 
@@ -61,8 +62,10 @@ def check_moments(name: str, betas: tuple[float, float], eps: float) -> None:
 
 def decay_groups(parameters: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
     """Parameter groups: matrices and embeddings decay; norms and biases, whatever their names, have one dimension."""
+    kinds = dict.fromkeys(spread_over(p) for p in parameters)  # one update of many tensors takes one kind of them
     groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in parameters if (p.dim() >= 2) == decays and spread_over(p) == kind], "weight_decay": rate}
+        for decays, rate in ((True, weight_decay), (False, 0.0))
+        for kind in kinds
     ]
     return [group for group in groups if group["params"]]

@@ -102,6 +102,12 @@ class GradientCheckpointing(Strategy):
             raise UserError("gradient_checkpointing.offload_dir: has no effect without offload: disk")
 
     @property
+    def needs(self) -> frozenset[Trait]:
+        # these look at the list of layers as a whole: groups, an order in which inputs leave and return, a sum of bytes
+        whole = self.offload or self.budget is not None or self.layers_per_checkpoint > 1
+        return frozenset({Trait.WHOLE_MODEL}) if whole else frozenset()
+
+    @property
     def provides(self) -> frozenset[Trait]:
         # beside keep, layers that bring their weights along would run other operations the second time
         every = self.every_n_layers == 1 and self.budget is None and self.keep is None

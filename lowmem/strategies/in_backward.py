@@ -14,6 +14,7 @@ from lowmem.config import LoadConfig
 from lowmem.errors import UserError
 from lowmem.ops.optimizers import PerParameter
 from lowmem.run import Run
+from lowmem.sharded import whole
 from lowmem.strategy import Loss, MakeOptimizer, Stage, Step, Strategy, Trait
 
 
@@ -61,7 +62,7 @@ class OptimizerInBackward(Strategy):
 
             def update(parameter: nn.Parameter) -> None:
                 assert parameter.grad is not None
-                self._norms.append(torch.linalg.vector_norm(parameter.grad.detach()).float())
+                self._norms.append(whole(torch.linalg.vector_norm(parameter.grad.detach())).float())
                 inner[parameter][0].step()
                 parameter.grad = None
 

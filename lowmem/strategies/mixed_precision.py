@@ -97,7 +97,7 @@ class MixedPrecision(Strategy):
         scaler = self._scaler
 
         def unscaled() -> None:
-            optimizer = _StandIn(run.gradients(), step)
+            optimizer = _StandIn([local(gradient) for gradient in run.gradients()], step)
             scaler.unscale_(optimizer)
             if not run.world.is_silent:
                 _agree_on_overflow(scaler, optimizer, run)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lowmem.errors import UserError
 from lowmem.loss import IGNORE
 from lowmem.model import takes_one_row
+from lowmem.ops.attention_proof import prove_packed_attention
 from lowmem.run import Run
 from lowmem.strategy import ForwardBackward, Loss, Sample, Stage, Strategy, Trait
 
@@ -21,8 +22,9 @@ class Packing(Strategy):
     """Puts the samples of one optimizer batch into rows of up to `max_length` tokens, best fit, longest first.
 
     Every sample stays whole, sees only itself (positions restart, and transformers builds the mask from them), and the
-    batch stays the same, so the weights do, too. The first batch proves it: what stands before a sample must not
-    change its loss.
+    batch stays the same, so the weights do, too. Two proofs come before the first step: an attention kernel that is not
+    torch's own is compared with plain attention on a packed row, and what stands before a sample must not change its
+    loss.
     """
 
     stage: ClassVar[Stage] = Stage.PACK
@@ -47,6 +49,9 @@ class Packing(Strategy):
         return flattened
 
     def wrap_forward_backward(self, forward_backward: ForwardBackward, run: Run) -> ForwardBackward:
+        if run.model is not None:  # a preview of the batches has none
+            prove_packed_attention(run.model, run.device)
+
         def packed(micro_batches: list[list[Sample]], divisor: float | Tensor) -> Tensor:
             if not self._checked:
                 self._checked = True

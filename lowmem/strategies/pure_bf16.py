@@ -33,6 +33,10 @@ class PureBF16(Strategy):
     period = 1
 
     @property
+    def needs(self) -> frozenset[Trait]:
+        return frozenset({Trait.DENSE_PARAMS})  # the stand-in of a parameter comes and goes
+
+    @property
     def breaks(self) -> frozenset[Trait]:
         return frozenset({Trait.FLOAT32})
 

@@ -45,7 +45,7 @@ class StreamedWeights(Strategy):
 
     @property
     def needs(self) -> frozenset[Trait]:
-        return frozenset({Trait.RECOMPUTE, Trait.STATIC_PARAMS, Trait.DENSE_PARAMS})
+        return frozenset({Trait.RECOMPUTE, Trait.STATIC_PARAMS, Trait.DENSE_PARAMS, Trait.WHOLE_MODEL})
 
     @property
     def breaks(self) -> frozenset[Trait]:

@@ -13,16 +13,19 @@ from typing import Any
 
 import torch
 
-_SECONDS = 120
+_SECONDS = 300
 
 
-def in_processes(function: Callable[..., Any], *arguments: Any, number: int = 2) -> list[Any]:
+def in_processes(
+    function: Callable[..., Any], *arguments: Any, number: int = 2, seconds: float = _SECONDS
+) -> list[Any]:
     """What the function returns on every rank, in their order.
 
     Args:
         function: at the top of a module; it finds the variables of torchrun in its environment.
         arguments: can be pickled.
         number: processes.
+        seconds: that they may take.
 
     Raises:
         AssertionError: one of them failed, or takes too long; with its traceback.
@@ -39,7 +42,7 @@ def in_processes(function: Callable[..., Any], *arguments: Any, number: int = 2)
     for worker in workers:
         worker.start()
     found: dict[int, Any] = {}
-    latest = time.monotonic() + _SECONDS
+    latest = time.monotonic() + seconds
     try:
         while len(found) < number:
             assert time.monotonic() < latest, f"only ranks {sorted(found)} of {number} came to an end"

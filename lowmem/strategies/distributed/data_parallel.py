@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
@@ -24,18 +24,19 @@ def share(micro_batches: list[list[Sample]], rank: int, size: int) -> list[list[
     mine = micro_batches[rank:rounds:size]
     if left := [sample for batch in micro_batches[rounds:] for sample in batch]:
         left.sort(key=lambda sample: -len(sample["input_ids"]))
-        mine.append(left[rank::size] or [_without_targets(left[-1])])
+        mine.append(left[rank::size] or [without_targets(left[-1])])
     return mine
 
 
-def _without_targets(sample: Sample) -> Sample:
+def without_targets(sample: Sample) -> Sample:
+    """The sample, for the place it takes: nothing in it counts."""
     return {**sample, "labels": np.full(len(sample["labels"]), IGNORE)}
 
 
 def over_ranks(
     forward_backward: ForwardBackward,
     world: World,
-    unsynchronised: Callable[[], AbstractContextManager[None]] = nullcontext,
+    unsynchronised: Callable[[], AbstractContextManager[None]] | None = None,
 ) -> ForwardBackward:
     """The pass over this rank's share, and the mean loss over all.
 
@@ -45,7 +46,8 @@ def over_ranks(
     Args:
         forward_backward: of one rank; its engine adds up gradients.
         world: whose dimension `data` is meant.
-        unsynchronised: inside, a backward pass adds to this rank's gradients only.
+        unsynchronised: inside, a backward pass adds to this rank's gradients only; null: all micro-batches go in one
+            pass.
     """
     size, rank = world.group_size("data"), world.place("data")
     if size == 1:
@@ -53,13 +55,44 @@ def over_ranks(
 
     def shared(micro_batches: list[list[Sample]], divisor: float | Tensor) -> Tensor:
         mine = share(micro_batches, rank, size)
-        if len(mine) == 1 or not torch.is_grad_enabled():
+        if unsynchronised is None or len(mine) == 1 or not torch.is_grad_enabled():
             return world.sum(forward_backward(mine, divisor), "data")
         with unsynchronised():
             total = forward_backward(mine[:-1], divisor)
         return world.sum(total + forward_backward(mine[-1:], divisor), "data")
 
     return shared
+
+
+@torch.no_grad()
+def sum_gradients(parameters: Iterable[nn.Parameter], world: World, bucket_bytes: float) -> None:
+    """Put the sum over the ranks along `data` in place of every gradient; where a rank has none, it counts as zero.
+
+    Args:
+        parameters: the same on all ranks of the group, in the same order.
+        world: whose ranks.
+        bucket_bytes: as many gradients as fit into it are sent together.
+    """
+    trained = list(parameters)
+    there = torch.tensor([float(p.grad is not None) for p in trained], device=trained[0].device)
+    anywhere = world.sum(there, "data").tolist()
+    gradients = list[Tensor]()
+    for p, ranks in zip(trained, anywhere, strict=True):
+        if ranks:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            gradients.append(p.grad)
+    while gradients:
+        bucket = [gradients.pop(0)]
+        while gradients and gradients[0].dtype == bucket[0].dtype and _bytes([*bucket, gradients[0]]) <= bucket_bytes:
+            bucket.append(gradients.pop(0))
+        flat = torch.cat([g.flatten() for g in bucket])
+        parts = torch.split(world.sum(flat, "data"), [g.numel() for g in bucket])
+        for g, part in zip(bucket, parts, strict=True):
+            g.copy_(part.view_as(g))
+
+
+def _bytes(tensors: list[Tensor]) -> int:
+    return sum(t.nbytes for t in tensors)
 
 
 class WholePass(nn.Module):

@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from lowmem.config import LoadConfig
 from lowmem.errors import UserError
 from lowmem.run import Run
-from lowmem.strategies.distributed.data_parallel import WholePass, over_ranks
+from lowmem.strategies.distributed.data_parallel import WholePass, over_ranks, sum_gradients
 from lowmem.strategies.distributed.ddp_without_data import DDPWithoutData
-from lowmem.strategy import ForwardBackward, Loss, Stage, Strategy, Trait
+from lowmem.strategy import ForwardBackward, Loss, Sample, Stage, Strategy, Trait
 
 
 @dataclass
@@ -49,7 +49,7 @@ class DDP(Strategy):
 
     @property
     def needs(self) -> frozenset[Trait]:
-        return frozenset({Trait.GRADS_AT_STEP, Trait.STATIC_PARAMS})
+        return frozenset({Trait.GRADS_AT_STEP, Trait.STATIC_PARAMS, Trait.DENSE_PARAMS})
 
     @property
     def provides(self) -> frozenset[Trait]:
@@ -60,11 +60,11 @@ class DDP(Strategy):
         return frozenset({Trait.ONE_PROCESS})
 
     def configure(self, config: LoadConfig, run: Run) -> LoadConfig:
-        run.world.claim_rest("data")
+        run.world.claim_rest("data", self.name)
         return config
 
     def wrap_loss(self, loss: Loss, run: Run) -> Loss:
-        if run.world.group_size("data") == 1:
+        if run.world.group_size("data") == 1 or Trait.WHOLE_MODEL not in run.traits:
             return loss
         assert run.model is not None
         whole_pass = WholePass(run.model, loss)
@@ -77,7 +77,17 @@ class DDP(Strategy):
         return reduced
 
     def wrap_forward_backward(self, forward_backward: ForwardBackward, run: Run) -> ForwardBackward:
-        return over_ranks(forward_backward, run.world, self._unsynchronised)
+        if Trait.WHOLE_MODEL in run.traits:
+            return over_ranks(forward_backward, run.world, self._unsynchronised)
+
+        # The engine listens to a call of the whole model, and here nobody makes one.
+        def summed(micro_batches: list[list[Sample]], divisor: float | Tensor) -> Tensor:
+            loss = forward_backward(micro_batches, divisor)
+            if torch.is_grad_enabled():
+                sum_gradients(run.trainable.values(), run.world, self.bucket_cap_mb * 2**20)
+            return loss
+
+        return over_ranks(summed, run.world)
 
     @contextmanager
     def _unsynchronised(self) -> Iterator[None]:

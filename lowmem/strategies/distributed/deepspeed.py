@@ -80,7 +80,7 @@ class DeepSpeedZeRO(Strategy):
         return frozenset(broken | {Trait.WEIGHTS_AT_HAND, Trait.PURE_BLOCKS} if self.zero_stage == 3 else broken)
 
     def configure(self, config: LoadConfig, run: Run) -> LoadConfig:
-        if run.world.claim_rest("data") != run.world.size:
+        if run.world.claim_rest("data", self.name) != run.world.size:
             raise UserError("deepspeed_zero: DeepSpeed takes all processes; use ddp or fsdp_2 beside other dimensions")
         if run.world.is_silent:
             return config

@@ -65,7 +65,7 @@ class FSDP2(Strategy):
 
     def configure(self, config: LoadConfig, run: Run) -> LoadConfig:
         self._trainable_dtype = config.trainable_dtype
-        if run.world.claim_rest("data") > 1:
+        if run.world.claim_rest("data", self.name) > 1:
             if self.offload and run.device.type == "meta":
                 raise UserError("fsdp_2.offload: where its parts wait cannot be foreseen; leave offload out")
             here = config.device if run.device.type == "meta" else "cpu"
