@@ -67,6 +67,7 @@ class Trait(StrEnum):
     ONE_PROCESS = "a pass to be this process's own affair"
     SHARED = "the work to be shared among processes"
     WHOLE_MODEL = "one process to compute all layers"
+    WHOLE_LAYERS = "one process to compute all of a layer"
     PLAIN_WEIGHTS = "weights to be matrices of plain numbers"
     WEIGHTS_AT_HAND = "a weight to be whole wherever it is read"
 
@@ -84,6 +85,7 @@ PLAIN_RUN = frozenset(
         Trait.LAYER_BY_LAYER,
         Trait.ONE_PROCESS,
         Trait.WHOLE_MODEL,
+        Trait.WHOLE_LAYERS,
         Trait.PLAIN_WEIGHTS,
         Trait.WEIGHTS_AT_HAND,
     }

@@ -146,7 +146,7 @@ REFUSED: dict[frozenset[str], tuple[str, ...]] = {
     frozenset({"chunked_layers", "tiled_mlp"}): ("slot 'token_slices'", "keep one"),
     frozenset({"deepspeed_zero", "streamed_weights"}): ("ordinary tensors", "takes that away"),
     frozenset({"deepspeed_zero", "adamw_8bit"}): ("ordinary tensors", "takes that away", "use ddp or fsdp_2"),
-    frozenset({"deepspeed_zero", "pure_bf16"}): ("to be float32", "takes that away", "use ddp or fsdp_2"),
+    frozenset({"deepspeed_zero", "pure_bf16"}): ("ordinary tensors", "takes that away", "use ddp or fsdp_2"),
     frozenset({"deepspeed_zero", "optimizer_in_backward"}): ("all gradients of the step", "takes that away"),
     frozenset({"deepspeed_zero", "retry_on_oom"}): ("this process's own affair", "takes that away"),
     frozenset({"pipeline_parallel", "deepspeed_zero"}): ("ordinary tensors", "takes that away"),

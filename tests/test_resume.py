@@ -26,6 +26,7 @@ from lowmem import (
     ChunkedCrossEntropy,
     ChunkedLayers,
     Compile,
+    DeepSpeedZeRO,
     FusedKernels,
     GradientAccumulation,
     GradientCheckpointing,
@@ -72,6 +73,7 @@ SETS = {
     "paged": [AdamW8bit(paged=True)],
     "retry_on_oom": [RetryOnOOM(), GradientAccumulation(steps=2)],
     "compile": [Compile(backend="aot_eager")],
+    "deepspeed": [DeepSpeedZeRO()],  # in one process; several: tests/distributed/test_deepspeed.py
     "long": [
         GradientCheckpointing(offload="cpu", layers_per_checkpoint=2), ChunkedLayers(chunk_size=8),
         LoRA(r=4, lora_dropout=0.1), ChunkedCrossEntropy(chunk_size=8),

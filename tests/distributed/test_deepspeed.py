@@ -31,11 +31,13 @@ from lowmem import (
     MixedPrecision,
     OptimizerInBackward,
     Packing,
+    PipelineParallel,
     PureBF16,
     Quantization,
     RetryOnOOM,
     Strategy,
     StreamedWeights,
+    TensorParallel,
     UserError,
 )
 from lowmem.run import Run
@@ -304,11 +306,13 @@ def test_parameters_that_were_updated_unequally_often_are_refused(tmp_path):
     [
         ([DeepSpeedZeRO(), DDP()], "slot 'data_parallel'"),
         ([DeepSpeedZeRO(), FSDP2()], "slot 'data_parallel'"),
-        ([DeepSpeedZeRO(), PureBF16()], "what is trained to be float32"),
+        ([DeepSpeedZeRO(), PureBF16()], "ordinary tensors"),
         ([DeepSpeedZeRO(), AdamW8bit()], "ordinary tensors"),
         ([DeepSpeedZeRO(), OptimizerInBackward()], "all gradients of the step"),
         ([DeepSpeedZeRO(), RetryOnOOM()], "this process's own affair"),
         ([DeepSpeedZeRO(), StreamedWeights(), LoRA(), GradientCheckpointing()], "ordinary tensors"),
+        ([DeepSpeedZeRO(), TensorParallel()], "compute all of a layer"),
+        ([DeepSpeedZeRO(), PipelineParallel()], "ordinary tensors"),
         ([DeepSpeedZeRO(zero_stage=3), EMA()], "a weight to be whole"),
         ([DeepSpeedZeRO(zero_stage=3), Quantization(), LoRA()], "matrices of plain numbers"),
         ([DeepSpeedZeRO(zero_stage=3), Compile()], "forward to do nothing but compute"),

@@ -67,7 +67,7 @@ class DeepSpeedZeRO(Strategy):
 
     @property
     def needs(self) -> frozenset[Trait]:
-        needed = {Trait.GRADS_AT_STEP, Trait.STATIC_PARAMS, Trait.FLOAT32, Trait.WHOLE_MODEL}
+        needed = {Trait.GRADS_AT_STEP, Trait.STATIC_PARAMS, Trait.FLOAT32, Trait.WHOLE_MODEL, Trait.WHOLE_LAYERS}
         return frozenset(needed | {Trait.PLAIN_WEIGHTS, Trait.LAYER_BY_LAYER} if self.zero_stage == 3 else needed)
 
     @property

@@ -54,7 +54,7 @@ class TensorParallel(Strategy):
 
     @property
     def breaks(self) -> frozenset[Trait]:
-        return frozenset({Trait.ONE_PROCESS, Trait.DENSE_PARAMS, Trait.PURE_BLOCKS})
+        return frozenset({Trait.ONE_PROCESS, Trait.DENSE_PARAMS, Trait.PURE_BLOCKS, Trait.WHOLE_LAYERS})
 
     def configure(self, config: LoadConfig, run: Run) -> LoadConfig:
         if run.world.size == 1:
