@@ -152,15 +152,19 @@ def model_without_data(config: Any, trust_remote_code: bool = False) -> Any:
     from transformers import AutoModelForCausalLM
 
     kernel = str(config._attn_implementation)
-    packaged = kernel if "flash" in kernel else None  # needs a package to run, and none to be run on the meta device
-    if packaged:
+    if (stand_in := kernel_without_data(kernel)) != kernel:
         config = copy.deepcopy(config)
-        config._attn_implementation = "sdpa"
+        config._attn_implementation = stand_in
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    if packaged:
-        model.config._attn_implementation = packaged
+    if stand_in != kernel:
+        model.config._attn_implementation = kernel
     return model
+
+
+def kernel_without_data(kernel: str) -> str:
+    """The attention kernel to build a model with: flash kernels need a package to run, and none without data."""
+    return "sdpa" if "flash" in kernel else kernel
 
 
 def is_gguf(config: ModelConfig) -> bool:

@@ -126,7 +126,6 @@ def host_ledgers(trace: Trace, device: str, data_bytes: int, merging: Trace | No
     base = {"process": PROCESS_BYTES}
     if device == "cuda":
         base["CUDA's libraries"] = CUDA_LIBRARIES_BYTES
-    if device == "cuda":
         peaks = _with_pinned(trace) or {"at rest": {}}
     else:
         peaks = {phase: {"tensors": moment.bytes} for phase, moment in moments(trace).items()}

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lowmem.config import LoadConfig
 from lowmem.libraries import import_bitsandbytes
+from lowmem.loading import kernel_without_data
 from lowmem.memory.host import AtOnce
 from lowmem.memory.trace import Trace
 from lowmem.model import unwrapped
@@ -43,9 +44,8 @@ def load_without_data(make: Callable[[], Any], load: LoadConfig, place: str = "d
     with without_bars(), _as_with_data(place), keeping("nowhere"), in_turn() if singly else nullcontext():
         source = make()
         kernel = load.attn_implementation or source.config._attn_implementation
-        packaged = "flash" in str(kernel)  # needs a package to run, and none to be run without data
         if kernel:
-            options["attn_implementation"] = "sdpa" if packaged else kernel
+            options["attn_implementation"] = kernel_without_data(kernel)
         common: dict[str, Any] = {
             "dtype": source.dtype if load.dtype == "auto" else getattr(torch, load.dtype),
             "device_map": {"": META},
@@ -58,7 +58,7 @@ def load_without_data(make: Callable[[], Any], load: LoadConfig, place: str = "d
             prepare(source.config, wanted, name)
             stored = _quantised_files(source, stored, {**common, "quantization_config": wanted})
         model = _from_files(type(source), source.config, stored, common)
-        if packaged:
+        if kernel:
             model.config._attn_implementation = kernel  # type: ignore[union-attr]
     if place == "host":  # it goes to the device layer by layer, and the rest with `move_rest`
         vars(model)["to"] = lambda *_: model
