@@ -9,7 +9,9 @@ from itertools import combinations
 from liger_stand_in import fused_kernels
 
 from lowmem import (
+    DDP,
     EMA,
+    FSDP2,
     AdamW,
     AdamW8bit,
     Adapter,
@@ -30,6 +32,7 @@ from lowmem import (
     RetryOnOOM,
     Strategy,
     StreamedWeights,
+    TensorParallel,
     TiledMLP,
 )
 
@@ -87,8 +90,11 @@ ROWS = (
     Row("accumulation-steps-3", lambda: GradientAccumulation(steps=3)),
     Row("retry-after-oom", after_a_failure),
     Row("packing", Packing),
-    Row("pipeline", PipelineParallel),  # one process; two and four: tests/distributed/test_pipeline.py
-    Row("deepspeed-zero", DeepSpeedZeRO),  # one process; two: tests/distributed/test_deepspeed.py
+    Row("ddp", DDP),  # these in one process, where they change nothing; in several: tests/distributed
+    Row("pipeline", PipelineParallel),
+    Row("tensor-parallel", TensorParallel),
+    Row("fsdp-2", FSDP2),
+    Row("deepspeed-zero", DeepSpeedZeRO),
     Row("adamw-8bit", AdamW8bit, bound=0.0005),
     Row("adamw-8bit-paged", lambda: AdamW8bit(paged=True), bound=0.0005),
     Row("bf16-autocast", MixedPrecision, bound=0.003),
@@ -144,14 +150,28 @@ REFUSED: dict[frozenset[str], tuple[str, ...]] = {
         "drop fused_kernels",
     ),
     frozenset({"chunked_layers", "tiled_mlp"}): ("slot 'token_slices'", "keep one"),
-    frozenset({"deepspeed_zero", "streamed_weights"}): ("ordinary tensors", "takes that away"),
-    frozenset({"deepspeed_zero", "adamw_8bit"}): ("ordinary tensors", "takes that away", "use ddp or fsdp_2"),
-    frozenset({"deepspeed_zero", "pure_bf16"}): ("ordinary tensors", "takes that away", "use ddp or fsdp_2"),
-    frozenset({"deepspeed_zero", "optimizer_in_backward"}): ("all gradients of the step", "takes that away"),
-    frozenset({"deepspeed_zero", "retry_on_oom"}): ("this process's own affair", "takes that away"),
-    frozenset({"pipeline_parallel", "deepspeed_zero"}): ("ordinary tensors", "takes that away"),
-    frozenset({"pipeline_parallel", "optimizer_in_backward"}): ("all gradients of the step", "takes that away"),
-    frozenset({"pipeline_parallel", "retry_on_oom"}): ("this process's own affair", "takes that away"),
+    **{  # several processes
+        frozenset(pair): ("slot 'data_parallel'", "keep one")
+        for pair in (("ddp", "fsdp_2"), ("ddp", "deepspeed_zero"), ("fsdp_2", "deepspeed_zero"))
+    },
+    **{
+        frozenset({key, "optimizer_in_backward"}): ("all gradients of the step", "takes that away")
+        for key in ("ddp", "pipeline_parallel", "fsdp_2", "deepspeed_zero")
+    },
+    **{
+        frozenset({key, "retry_on_oom"}): ("this process's own affair", "takes that away")
+        for key in ("ddp", "pipeline_parallel", "tensor_parallel", "fsdp_2", "deepspeed_zero")
+    },
+    **{
+        frozenset({key, other}): ("ordinary tensors", "takes that away")
+        for key in ("tensor_parallel", "fsdp_2", "deepspeed_zero")
+        for other in ("streamed_weights", "adamw_8bit", "pure_bf16", "pipeline_parallel")
+    },
+    frozenset({"tensor_parallel", "ddp"}): ("ordinary tensors", "takes that away"),
+    frozenset({"tensor_parallel", "deepspeed_zero"}): ("all of a layer", "takes that away", "use ddp or fsdp_2"),
+    frozenset({"tensor_parallel", "quantization"}): ("matrices of plain numbers", "takes that away"),
+    frozenset({"tensor_parallel", "compile"}): ("forward to do nothing but compute", "takes that away"),
+    frozenset({"fsdp-2", "checkpointing-2-offload"}): ("every layer to be called by itself", "takes that away"),
     **{
         frozenset({"pipeline", row}): ("one process to compute all layers", "takes that away")
         for row in ("checkpointing-2-offload", "checkpointing-disk", "checkpointing-budget", "streamed-weights")

@@ -53,11 +53,11 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "retry_on_oom": RetryOnOOM,
     "gradient_accumulation": GradientAccumulation,
     "packing": Packing,
-    "pipeline_parallel": PipelineParallel,
     "ddp": DDP,
+    "pipeline_parallel": PipelineParallel,
+    "tensor_parallel": TensorParallel,
     "fsdp_2": FSDP2,
     "deepspeed_zero": DeepSpeedZeRO,
-    "tensor_parallel": TensorParallel,
 }
 
 
