@@ -163,6 +163,18 @@ def keep(block: Block) -> None:
         Path("recipe.yaml").write_text(block.text, encoding="utf-8")
 
 
+def share_work(page: list[Block]) -> None:
+    """On a page that starts several processes, the recipe has the strategies of its example, by which they share."""
+    from lowmem.yaml_lines import parse_yaml
+
+    if not any("--nproc" in block.text for block in page):
+        return
+    example = next(block for block in page if block.language == "yaml" and "strategies:" in block.text)
+    recipe, shown = (parse_yaml(text, "page").value for text in (Path("recipe.yaml").read_text("utf-8"), example.text))
+    recipe["training"] |= shown.get("training", {})
+    Path("recipe.yaml").write_text(json.dumps({**recipe, "strategies": shown["strategies"]}), encoding="utf-8")
+
+
 def run_python(block: Block, page: str, space: dict[str, Any]) -> str:
     """Run a block; a traceback shows the page's own line numbers. Returns what it printed."""
     # without this module's own `from __future__`, which would change what the page means
@@ -286,6 +298,21 @@ def check_pip(words: list[str]) -> None:
         extras = re.fullmatch(r"(?:lowmem|\.)\[([\w,-]+)\]", word)
         assert not extras or set(extras[1].split(",")) <= set(known), f"{word}: no such extra"
     assert words[1] == "install", words
+
+
+def check_launcher(words: list[str]) -> None:
+    """torchrun and accelerate know these options, and what they start is lowmem."""
+    if words[0] == "torchrun":
+        from torch.distributed.run import get_args_parser
+
+        given = get_args_parser().parse_args(words[1:])
+    else:
+        from accelerate.commands.launch import launch_command_parser
+
+        assert words[1] == "launch", words
+        given = launch_command_parser().parse_args(words[2:])
+    assert given.module, words
+    assert given.training_script == "lowmem", words
 
 
 def check_python(words: list[str]) -> None:

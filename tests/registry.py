@@ -165,8 +165,10 @@ REFUSED: dict[frozenset[str], tuple[str, ...]] = {
     **{
         frozenset({key, other}): ("ordinary tensors", "takes that away")
         for key in ("tensor_parallel", "fsdp_2", "deepspeed_zero")
-        for other in ("streamed_weights", "adamw_8bit", "pure_bf16", "pipeline_parallel")
+        for other in ("streamed_weights", "adamw_8bit", "pipeline_parallel")
     },
+    frozenset({"deepspeed_zero", "pure_bf16"}): ("what is trained to be float32", "takes that away", "ddp or fsdp_2"),
+    frozenset({"tensor_parallel", "pure_bf16"}): ("all of a layer", "takes that away"),
     frozenset({"tensor_parallel", "ddp"}): ("ordinary tensors", "takes that away"),
     frozenset({"tensor_parallel", "deepspeed_zero"}): ("all of a layer", "takes that away", "use ddp or fsdp_2"),
     frozenset({"tensor_parallel", "quantization"}): ("matrices of plain numbers", "takes that away"),

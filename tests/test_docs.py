@@ -16,6 +16,7 @@ from docs_runner import (
     SHOWN,
     Block,
     blocks,
+    check_launcher,
     check_make,
     check_pip,
     check_python,
@@ -25,6 +26,7 @@ from docs_runner import (
     keep,
     run_lowmem,
     run_python,
+    share_work,
 )
 
 PAGES = [
@@ -35,6 +37,7 @@ PAGES = [
 
 # page -> first line of a block -> why it is not run
 NOT_RUN = {
+    "docs/several-gpus.md": {"#!/bin/bash": "it needs Slurm"},
     "docs/coming-from-transformers-and-trl.md": {"from peft import LoraConfig": "TRL's own code; TRL is not required"},
     "docs/how-it-works.md": {
         "while self.run.global_step < self.total_steps and not self.run.stopped:": "the trainer's own lines, compared "
@@ -54,6 +57,8 @@ GIVEN = {
 # commands that only their check looks at, and the reason
 CHECKED = {
     "make": (check_make, "it would make an environment of its own"),
+    "torchrun": (check_launcher, "its processes are those of `lowmem train --nproc`, and one test starts them"),
+    "accelerate": (check_launcher, "the same"),
     "pip": (check_pip, "it would install"),
     "python": (check_python, "scripts have tests of their own, or take an hour"),
 }
@@ -106,6 +111,7 @@ def test_every_block_of_a_page_runs(page, template, tmp_path):
     shutil.copytree(template, sandbox)
     space = {"__name__": "page", **GIVEN.get(name, {})}
     with inside(sandbox):
+        share_work(blocks(page))
         for block in blocks(page):
             if block.start not in NOT_RUN.get(name, {}):
                 try:

@@ -42,7 +42,10 @@ def train(
     if nproc is not None:
         from lowmem.launch import launch
 
-        raise typer.Exit(launch(_without_nproc(sys.argv[1:]), nproc))
+        again = ["train", str(recipe), *(overrides or ())]
+        again += [f"--resume={resume}"] if resume is not None else []
+        again += ["--force"] if force else []
+        raise typer.Exit(launch(again, nproc))
     from lowmem.console import Console
     from lowmem.interrupts import Terminated, terminable
     from lowmem.memory.comparison import MemoryComparison
@@ -69,12 +72,6 @@ def train(
     finally:
         console.close()
         leave()
-
-
-def _without_nproc(arguments: list[str]) -> list[str]:
-    """The same command for each of the processes."""
-    kept = [a for i, a in enumerate(arguments) if a != "--nproc" and (i == 0 or arguments[i - 1] != "--nproc")]
-    return [argument for argument in kept if not argument.startswith("--nproc=")]
 
 
 def with_resume_value(arguments: list[str]) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -34,7 +36,7 @@ class PureBF16(Strategy):
 
     @property
     def needs(self) -> frozenset[Trait]:
-        return frozenset({Trait.DENSE_PARAMS})  # the stand-in of a parameter comes and goes
+        return frozenset({Trait.WHOLE_LAYERS})  # the dtype of a part of a weight cannot be changed any more
 
     @property
     def breaks(self) -> frozenset[Trait]:
@@ -55,13 +57,25 @@ class PureBF16(Strategy):
             inner = {p: _stand_in(p, make) for p in parameters}
 
             def step() -> None:
-                for parameter, (optimizer, wide) in inner.items():
-                    if parameter.grad is not None:
-                        _update(parameter, wide, optimizer)
+                with _noise_of_all_ranks(run):
+                    for parameter, (optimizer, wide) in inner.items():
+                        if parameter.grad is not None:
+                            _update(parameter, wide, optimizer)
 
             return PerParameter(inner, step)
 
         return rounded
+
+
+@contextmanager
+def _noise_of_all_ranks(run: Run) -> Iterator[None]:
+    """What several ranks hold is rounded alike on all of them; dropout goes on with the numbers of each rank."""
+    if run.world.is_silent:
+        yield
+        return
+    with torch.random.fork_rng([run.device] if run.device.type == "cuda" else []):
+        torch.manual_seed(run.config.seed * 1_000_003 + run.global_step)
+        yield
 
 
 def _stand_in(parameter: nn.Parameter, make: MakeOptimizer) -> tuple[Optimizer, nn.Parameter]:
@@ -78,6 +92,6 @@ def _update(parameter: nn.Parameter, wide: nn.Parameter, optimizer: Optimizer) -
     set_data(wide, parameter.float())
     wide.grad = parameter.grad.float()
     optimizer.step()
-    parameter.copy_(stochastic_round(wide))
+    local(parameter).copy_(stochastic_round(local(wide)))
     set_data(wide, local(wide.data).new_empty(0))
     wide.grad = None

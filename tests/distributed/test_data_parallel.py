@@ -27,6 +27,7 @@ from lowmem import (
     MixedPrecision,
     OptimizerInBackward,
     Packing,
+    PureBF16,
     Quantization,
     RetryOnOOM,
     Strategy,
@@ -131,6 +132,34 @@ def test_fsdp_cuts_and_ddp_replicates(two, one, case):
     for rank in (0, 1):
         assert two[rank]["ddp", case]["bytes"] == everything
         assert two[rank]["fsdp_2", case]["bytes"] == pytest.approx(everything / 2, rel=0.01)
+
+
+# -- weights that are rounded at random -------------------------------------------------------------------------------
+
+
+def rounded(engine: Make) -> dict[str, Any]:
+    run = run_training([PureBF16(), *engine()], **numbers("plain"))
+    weights = {name: whole(p).detach() for name, p in run.trainer.run.trainable.items()}
+    assert {w.dtype for w in weights.values()} == {torch.bfloat16}
+    return {
+        "losses": run.losses,
+        "weights": {n: w.float().numpy() for n, w in weights.items()},
+        "next": torch.rand(3).tolist(),
+    }
+
+
+def rounded_together() -> dict[str, Any]:
+    return {name: rounded(engine) for name, engine in ENGINES.items()}
+
+
+def test_all_ranks_round_alike():
+    """Else what is meant to be one model becomes several, a last digit at a time; other random numbers stay theirs."""
+    alone, (first, second) = rounded(list), in_processes(rounded_together)
+    for name in ENGINES:
+        for parameter, weight in first[name]["weights"].items():
+            np.testing.assert_array_equal(weight, second[name]["weights"][parameter], err_msg=f"{name} {parameter}")
+        np.testing.assert_allclose(first[name]["losses"], alone["losses"], rtol=0.01)
+    assert first["ddp"]["next"] != second["ddp"]["next"]
 
 
 # -- rows -------------------------------------------------------------------------------------------------------------

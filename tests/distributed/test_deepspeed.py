@@ -306,7 +306,7 @@ def test_parameters_that_were_updated_unequally_often_are_refused(tmp_path):
     [
         ([DeepSpeedZeRO(), DDP()], "slot 'data_parallel'"),
         ([DeepSpeedZeRO(), FSDP2()], "slot 'data_parallel'"),
-        ([DeepSpeedZeRO(), PureBF16()], "ordinary tensors"),
+        ([DeepSpeedZeRO(), PureBF16()], "trained to be float32"),
         ([DeepSpeedZeRO(), AdamW8bit()], "ordinary tensors"),
         ([DeepSpeedZeRO(), OptimizerInBackward()], "all gradients of the step"),
         ([DeepSpeedZeRO(), RetryOnOOM()], "this process's own affair"),
