@@ -279,6 +279,8 @@ def shortened(arguments: list[str]) -> list[str]:
             result.append("data.exact_match=heldout.jsonl")  # six answers instead of two hundred
     if arguments[:1] in (["train"], ["data"], ["estimate"], ["waterfall"]) and "solar-10.7b-qlora-24gb" in arguments:
         result.append("model.name_or_path=smollm2")
+    if arguments[:1] == ["plan"] and "--gpus" in arguments:
+        result += ["--method", "qlora"]  # one of three searches
     return result
 
 

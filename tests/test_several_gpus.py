@@ -11,7 +11,7 @@ import pytest
 from test_plan import NUMBERS, save_config
 from typer.testing import CliRunner
 
-from lowmem import DDP, FSDP2, Strategy, TrainingConfig
+from lowmem import DDP, FSDP2, LoRA, Quantization, Strategy, TrainingConfig
 from lowmem.cli import app
 from lowmem.config import ModelConfig
 from lowmem.errors import UserError
@@ -94,6 +94,22 @@ def test_a_recipe_that_shares_nothing_is_refused(tmp_path: Path) -> None:
     run = replace(Subject.of_config(model_config(model), model, NUMBERS, []), gpus=2)
     with pytest.raises(UserError, match="2 processes were started, and no strategy shares the work"):
         estimate(run)
+
+
+@pytest.mark.parametrize("strategy", [DDP(), FSDP2()], ids=lambda s: s.name)
+def test_weights_in_4_bits_are_on_every_card(strategy: Strategy, tmp_path: Path) -> None:
+    """Quantised on the host, as parts are made there, with scales that are quantised, too."""
+    folder = save_config(tmp_path)
+
+    def frozen(*strategies: Strategy, gpus: int) -> int:
+        model = ModelConfig(str(folder))
+        run = Subject.of_config(model_config(model), model, NUMBERS, [Quantization(), LoRA(r=4), *strategies])
+        return int(estimate(replace(run, gpus=gpus), band=False).phases["at rest"].ledger["weights, frozen"])
+
+    alone, shared = frozen(gpus=1), frozen(strategy, gpus=2)
+    in_16_bits = 2 * (2 * 2000 * 128 + 13 * 128)  # embedding, head, and norms, which are cut
+    cut = in_16_bits // 2 if strategy.name == "fsdp_2" else 0
+    assert shared == pytest.approx(alone - cut, rel=0.02)
 
 
 def test_parts_that_wait_on_the_host_are_not_foreseen(tmp_path: Path) -> None:

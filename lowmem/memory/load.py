@@ -262,7 +262,8 @@ def from_host(trace: Trace) -> Iterator[None]:
 
     def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if tensor.is_meta and trace.place_of(tensor) == "host":
-            device, dtype = torch._C._nn._parse_to(*args, **kwargs)[:2]
+            asked = {name: value for name, value in kwargs.items() if name != "copy"}  # which this parser refuses
+            device, dtype = torch._C._nn._parse_to(*args, **asked)[:2]
             if device == META:
                 with keeping("device"):
                     return torch.empty_like(tensor, dtype=dtype or tensor.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -77,6 +78,8 @@ class FSDP2(Strategy):
             return model
         from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
+        # A loss that wants no logits gets hidden states as a view; nobody here writes into them.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         raise_trainable_dtype(model, self._trainable_dtype)  # parts keep the dtype they are made with
         options = self._options(model, run)
         for block in blocks(model):
