@@ -23,6 +23,13 @@ from lowmem import Strategy, Trainer, TrainingConfig
 torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """One folder for all workers of a run, for `two_processes.once`."""
+    own = tmp_path_factory.getbasetemp()
+    os.environ["LOWMEM_TESTS_SHARED"] = str(own.parent if "PYTEST_XDIST_WORKER" in os.environ else own)
+
+
 @pytest.fixture(autouse=True)
 def collections() -> Iterator[None]:
     """Commands of some seconds switch Python's search for cycles off; the tests that follow in this process want it."""

@@ -49,12 +49,14 @@ class Row:
         partners: what it cannot train without; added where the kind is missing.
         bound: None: exact. Else the largest relative difference of any logged loss over 8 steps from the same run
             without it (but with its partners).
+        shares: work among processes. In one it changes nothing, so its pairs are those of tests/distributed.
     """
 
     id: str
     make: Make
     partners: tuple[Make, ...] = ()
     bound: float | None = None
+    shares: bool = False
 
     @property
     def key(self) -> str:
@@ -90,11 +92,11 @@ ROWS = (
     Row("accumulation-steps-3", lambda: GradientAccumulation(steps=3)),
     Row("retry-after-oom", after_a_failure),
     Row("packing", Packing),
-    Row("ddp", DDP),  # these in one process, where they change nothing; in several: tests/distributed
-    Row("pipeline", PipelineParallel),
-    Row("tensor-parallel", TensorParallel),
-    Row("fsdp-2", FSDP2),
-    Row("deepspeed-zero", DeepSpeedZeRO),
+    Row("ddp", DDP, shares=True),  # these in one process, where they change nothing; in several: tests/distributed
+    Row("pipeline", PipelineParallel, shares=True),
+    Row("tensor-parallel", TensorParallel, shares=True),
+    Row("fsdp-2", FSDP2, shares=True),
+    Row("deepspeed-zero", DeepSpeedZeRO, shares=True),
     Row("adamw-8bit", AdamW8bit, bound=0.0005),
     Row("adamw-8bit-paged", lambda: AdamW8bit(paged=True), bound=0.0005),
     Row("bf16-autocast", MixedPrecision, bound=0.003),
@@ -209,8 +211,8 @@ def sets(rows: tuple[Row, ...], size: int) -> list[tuple[Row, ...]]:
 
 
 def allowed(rows: tuple[Row, ...], size: int) -> list[tuple[Row, ...]]:
-    """Those of `sets` that no declaration refuses."""
-    return [chosen for chosen in sets(rows, size) if refusal(chosen) is None]
+    """Those of `sets` that no declaration refuses, and that change something in one process."""
+    return [s for s in sets(rows, size) if refusal(s) is None and (size == 1 or not any(row.shares for row in s))]
 
 
 def ids(chosen: tuple[Row, ...]) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_llama, make_rows, make_trainer, run_training
-from two_processes import in_processes
+from two_processes import in_processes, once
 
 from lowmem import (
     DDP,
@@ -229,13 +229,13 @@ def weights_of(trainer: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("runs")
+    return once("folder of ddp and fsdp_2", lambda: tmp_path_factory.mktemp("runs"))
 
 
 @pytest.fixture(scope="module")
 def straight(folder) -> dict[str, Any]:
     """Without dropout; in one process and in two, side by side in one folder."""
-    alone = saved_and_resumed(str(folder), 0.0)
+    alone = once("ddp and fsdp_2 alone", lambda: saved_and_resumed(str(folder), 0.0))
     return alone | in_processes(saved_and_resumed, str(folder), 0.0)[0]
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_llama, make_rows, make_trainer, run_training
-from two_processes import in_processes
+from two_processes import in_processes, once
 
 from lowmem import (
     DDP,
@@ -229,7 +229,10 @@ RESUMED = [
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
     """A folder with the runs of both worlds, and the weights they ended with."""
-    folder = tmp_path_factory.mktemp("runs")
+    return once("worlds of DeepSpeed", lambda: _worlds(tmp_path_factory.mktemp("runs")))
+
+
+def _worlds(folder: Path) -> tuple[Path, dict[str, Any]]:
     alone = {}
     for name in ("one", "one-adapter"):
         trainer = training(adapter=name != "one", output_dir=str(folder / name))

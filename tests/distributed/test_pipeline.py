@@ -6,6 +6,7 @@ import gc
 import os
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 import torch
 from conftest import make_llama, make_rows, make_trainer, run_training
 from torch import nn
-from two_processes import in_processes
+from two_processes import in_processes, once
 
 from lowmem import (
     DDP,
@@ -225,15 +226,14 @@ def everything_in_two(folder: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> str:
-    place = tmp_path_factory.mktemp("runs")
-    (place / "questions.jsonl").write_text('{"prompt": "a", "completion": "b"}\n', encoding="utf-8")
-    return str(place)
+    return once("folder of the pipelines", lambda: str(tmp_path_factory.mktemp("runs")))
 
 
 @pytest.fixture(scope="module")
 def alone(folder) -> dict[str, Any]:
     """First: the two processes go on from its checkpoints."""
-    return saved_and_resumed(folder, "one")
+    (Path(folder) / "questions.jsonl").write_text('{"prompt": "a", "completion": "b"}\n', encoding="utf-8")
+    return once("a pipeline alone", lambda: saved_and_resumed(folder, "one"))
 
 
 @pytest.fixture(scope="module")

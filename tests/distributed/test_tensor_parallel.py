@@ -13,7 +13,7 @@ import torch
 from conftest import make_llama, make_rows, make_trainer, run_training
 from torch import nn
 from torch.nn import functional
-from two_processes import in_processes
+from two_processes import in_processes, once
 
 from lowmem import (
     DDP,
@@ -268,14 +268,14 @@ def went_on(folder: str, origin: int | None) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("runs")
+    return once("folder of cut layers", lambda: tmp_path_factory.mktemp("runs"))
 
 
 @pytest.fixture(scope="module")
 def straight(folder) -> dict[int, dict[str, Any]]:
     """Runs without a break; in worlds of one, two and four processes."""
     runs = {size: in_processes(went_on, str(folder), None, number=size)[-1] for size in (2, 4)}
-    return {1: went_on(str(folder), None), **runs}
+    return {1: once("whole layers", lambda: went_on(str(folder), None)), **runs}
 
 
 def close(found: dict[str, Any], expected: dict[str, Any]) -> None:

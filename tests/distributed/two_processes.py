@@ -1,25 +1,44 @@
-"""Runs a function of a test module in several processes that speak through gloo, as torchrun would start them."""
+"""Runs a function of a test module in several processes that speak through gloo, as torchrun would start them.
+
+Such runs take long, and several workers of pytest may want the same: whoever comes first computes it for all.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import multiprocessing
 import os
+import pickle
 import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
+SHARED = "LOWMEM_TESTS_SHARED"  # a folder of all workers of this run of pytest
 _SECONDS = 300
+
+
+def once(name: str, make: Callable[[], Any]) -> Any:
+    """What `make` returns (it can be pickled), made by one worker of pytest for all of them."""
+    place = Path(os.environ[SHARED]) / hashlib.sha256(name.encode()).hexdigest()
+    with place.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not place.exists():
+            value = pickle.dumps(make())
+            place.write_bytes(value)
+    return pickle.loads(place.read_bytes())
 
 
 def in_processes(
     function: Callable[..., Any], *arguments: Any, number: int = 2, seconds: float = _SECONDS
 ) -> list[Any]:
-    """What the function returns on every rank, in their order.
+    """What the function returns on every rank, in their order; the same call is made once.
 
     Args:
         function: at the top of a module; it finds the variables of torchrun in its environment.
@@ -30,6 +49,12 @@ def in_processes(
     Raises:
         AssertionError: one of them failed, or takes too long; with its traceback.
     """
+    name = f"{function.__module__}.{function.__qualname__} {arguments!r} on {number}"
+    found: list[Any] = once(name, lambda: _in_processes(function, arguments, number, seconds))
+    return found
+
+
+def _in_processes(function: Callable[..., Any], arguments: Any, number: int, seconds: float) -> list[Any]:
     context = multiprocessing.get_context("spawn")
     results: Any = context.SimpleQueue()
     with socket.socket() as free:
