@@ -177,8 +177,8 @@ def killed_between_files(out: Path, name: str, step: int) -> None:
     """Train; in the save of a step, die after the model's file."""
     original = checkpoint.save_weights
 
-    def save_weights(model: Any, folder: Path) -> None:
-        original(model, folder)
+    def save_weights(model: Any, folder: Path, state: Any = None) -> None:
+        original(model, folder, state)
         if f"{step:06d}" in folder.name:
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -128,8 +128,8 @@ def test_what_is_refused_is_what_the_registry_expects() -> None:
         assert said is not None, f"{pair[0].id} + {pair[1].id} is not refused"
         for part in (pair[0].key, pair[1].key, *words):
             assert part in said
-    found = {names for names in REFUSED for pair in combinations(ROWS, 2) if refusal(pair) is REFUSED[names]}
-    assert found == set(REFUSED)
+    there = {frozenset(names) for a, b in combinations(ROWS, 2) for names in ((a.key, b.key), (a.id, b.id))}
+    assert set(REFUSED) <= there, "it expects a refusal of a pair that is not there"
 
 
 def test_bfloat16_autocast_needs_no_loss_scale_and_goes_with_updates_in_backward() -> None:

@@ -97,6 +97,8 @@ def run(block: Block, page: str, space: dict) -> None:
     for command in commands(block):
         name = command.words[0]
         if name == "lowmem":
+            if "--nproc" in command.words and page.startswith("docs/strategies"):  # several-gpus.md starts them
+                del command.words[command.words.index("--nproc") :][:2]
             run_lowmem(command)
         elif name in CHECKED:
             CHECKED[name][0](command.words)

@@ -308,7 +308,8 @@ def test_saving_from_a_card_copies_what_a_file_holds_to_the_host(strategies: Any
         with torch.device("meta"):
             model = llama()
         found = judge(record(model, training(), strategies(), "cuda", LENGTHS, around=around), expandable=True)
-        assert (found.host_phase, found.host_bytes) == ("save", max(sizes))
+        assert found.host_phase == "save"
+        assert 0 <= found.host_bytes - max(sizes) <= 8 * 624  # numpy's random state, beside a checkpoint's weights
 
 
 def test_averages_need_a_copy_of_the_weights_while_they_are_saved() -> None:

@@ -19,7 +19,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from lowmem import (
+    DDP,
     EMA,
+    FSDP2,
     AdamW,
     AdamW8bit,
     Adapter,
@@ -35,10 +37,12 @@ from lowmem import (
     MixedPrecision,
     OptimizerInBackward,
     Packing,
+    PipelineParallel,
     PureBF16,
     Quantization,
     RetryOnOOM,
     StreamedWeights,
+    TensorParallel,
     TiledMLP,
     Trainer,
     UserError,
@@ -73,7 +77,9 @@ SETS = {
     "paged": [AdamW8bit(paged=True)],
     "retry_on_oom": [RetryOnOOM(), GradientAccumulation(steps=2)],
     "compile": [Compile(backend="aot_eager")],
-    "deepspeed": [DeepSpeedZeRO()],  # in one process; several: tests/distributed/test_deepspeed.py
+    # in one process; several: tests/distributed
+    "ddp": [DDP()], "pipeline": [PipelineParallel()], "tensor": [TensorParallel()], "fsdp": [FSDP2()],
+    "deepspeed": [DeepSpeedZeRO()],
     "long": [
         GradientCheckpointing(offload="cpu", layers_per_checkpoint=2), ChunkedLayers(chunk_size=8),
         LoRA(r=4, lora_dropout=0.1), ChunkedCrossEntropy(chunk_size=8),

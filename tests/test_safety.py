@@ -33,6 +33,7 @@ from lowmem import (
 from lowmem.checkpoint import checkpoints
 from lowmem.checks import NonFiniteError
 from lowmem.memory.flat import MemoryWatch, resident, steady_growth
+from lowmem.world import World
 
 NAN, INF = float("nan"), float("inf")
 FP16 = {"dtype": "float16"}
@@ -292,7 +293,8 @@ def test_float16_weights_of_any_size_are_finite():
     """The norm of these would overflow; they themselves do not."""
     from lowmem.checks import require_finite_weights
 
-    run = SimpleNamespace(trainable={"w": nn.Parameter(torch.full((64, 64), 60000.0, dtype=torch.float16))})
+    large = nn.Parameter(torch.full((64, 64), 60000.0, dtype=torch.float16))
+    run = SimpleNamespace(trainable={"w": large}, world=World())
     require_finite_weights(run)  # type: ignore[arg-type]
 
 
