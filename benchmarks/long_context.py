@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import shutil
 import sys
 from dataclasses import asdict
@@ -133,7 +134,7 @@ def report(commons: dict[int, versus_trl.Common], done: dict[str, dict[str, Any]
         rows.append([f"{length:,}", *bytes_, f"{100 * memory:.0f} %", *speeds, f"{time:.2f} x"])
         found[length] = {"lowmem": ours, "trl": theirs, "memory": memory, "time": time}
     header = ["tokens", "lowmem MiB", "TRL MiB", "bytes", "lowmem tokens/s", "TRL tokens/s", "time per token"]
-    command = "python benchmarks/long_context.py" + (" --float32" if float32 else "")
+    command = shlex.join(["python", "benchmarks/long_context.py", *sys.argv[1:]])
     precision = "float32" if float32 else "bfloat16 autocast"
     facts = next(reversed(done.values()))["environment"]
     parts = [
