@@ -277,7 +277,8 @@ def shortened(arguments: list[str]) -> list[str]:
         result += [f"training.max_steps={steps}", "training.save_steps=1"]
         if "quickstart" in arguments:
             result.append("data.exact_match=heldout.jsonl")  # six answers instead of two hundred
-    if arguments[:1] in (["train"], ["data"], ["estimate"], ["waterfall"]) and "solar-10.7b-qlora-24gb" in arguments:
+    large = any(word.startswith("solar-10.7b") for word in arguments)
+    if arguments[:1] in (["train"], ["data"], ["estimate"], ["waterfall"]) and large:
         result.append("model.name_or_path=smollm2")
     if arguments[:1] == ["plan"] and "--gpus" in arguments:
         result += ["--method", "qlora"]  # one of three searches

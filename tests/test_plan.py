@@ -52,11 +52,13 @@ def save_config(folder: Path, kind: str = "llama", **changes: Any) -> Path:
     return folder
 
 
-def small_axes(numbers: TrainingConfig, keep: dict[str, Sequence[str]], methods: Sequence[str]) -> tuple[Axis, ...]:
+def small_axes(
+    numbers: TrainingConfig, keep: dict[str, Sequence[str]], methods: Sequence[str], further: bool = False
+) -> tuple[Axis, ...]:
     """The search space with some of its answers."""
     return tuple(
         replace(axis, options=tuple(o for o in axis.options if o.name in keep.get(axis.name, [o.name])))
-        for axis in axes_for(numbers, methods=methods)
+        for axis in axes_for(numbers, methods=methods, further=further)
     )
 
 
@@ -107,8 +109,9 @@ def test_a_card_without_bfloat16_is_planned_in_float16(tmp_path: Path) -> None:
 # -- what is searched -------------------------------------------------------------------------------------------------
 
 
-def test_every_row_of_the_search_names_strategies_that_exist() -> None:
-    for axis in axes_for(NUMBERS):
+@pytest.mark.parametrize("further", [False, True])
+def test_every_row_of_the_search_names_strategies_that_exist(further: bool) -> None:
+    for axis in axes_for(NUMBERS, gpus=2, further=further):
         assert len({option.name for option in axis.options}) == len(axis.options)
         for option in axis.options:
             for key, settings in option.strategies.items():
@@ -350,6 +353,65 @@ def test_where_nothing_fits_it_says_what_would(tmp_path: Path) -> None:
     with pytest.raises(NothingFitsError, match=r"nothing fits .* a card with 1 GiB would do; [\d,]+ tokens a row") as e:
         plan(folder, size, training=given.training, method="full", axes=axes)
     assert "\n" not in str(e.value)
+
+
+FEW = {"precision": ["pure bfloat16"], "placement": ["step"], "optimizer": ["AdamW"], "split": ["all rows at once"]}
+LONG = TrainingConfig(batch_size=1, max_length=400)
+
+
+def test_what_is_dear_is_chosen_where_nothing_else_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lowmem.memory import plan as planner
+
+    folder = str(save_config(tmp_path, num_hidden_layers=3))
+    keep = {**FEW, "checkpointing": ["every layer", "every layer, inputs on the host"], "loss": ["in chunks"]}
+
+    def few(numbers: TrainingConfig, *_: Any, further: bool = False, **__: Any) -> tuple[Axis, ...]:
+        return small_axes(numbers, keep, ["lora"], further)
+
+    monkeypatch.setattr(planner, "axes_for", few)
+    asked: dict[str, Any] = {"training": LONG, "method": "lora"}
+    cheap = Search(problem(folder, "24GiB", **asked))
+    (only,) = cheap.costs.choices
+    least = needed(cheap.estimate(only)) + CONTEXT_BYTES
+    (plain,) = plan(folder, least, **asked)
+    assert plain.choice.key == only.key
+    assert plain.problem.host is None
+    dear = plan(folder, least - MIB, **asked)
+    assert set(dear[0].choice.settings()) & {"tiled_mlp", "chunked_layers", "streamed_weights"}
+    assert dear[0].needed_bytes <= least - MIB
+    assert dear[0].problem.host == planner.HOST_BYTES
+    assert dear[0].seconds >= plain.seconds
+    with pytest.raises(NothingFitsError, match="--host-memory"):
+        plan(folder, least - MIB, host_memory=MIB, **asked)
+
+
+@pytest.mark.slow  # about a minute
+def test_of_what_is_dear_no_combination_that_fits_is_faster(tmp_path: Path) -> None:
+    folder = str(save_config(tmp_path, num_hidden_layers=4))
+    axes = small_axes(LONG, FEW, ["lora"], further=True)
+    given = problem(folder, "24GiB", gpu="rtx 3060", training=LONG, method="lora", axes=axes)
+    search, known = Search(given), dict[Any, Any]()
+    every = sorted(needed(search.estimate(choice)) for choice in search.costs.choices)
+    sizes = [every[0] - 1, every[0], every[len(every) // 2], every[-1] - 1]
+    fitting = [check_against_all(replace(given, capacity=size), "lora", known) for size in sizes]
+    assert fitting == [False, True, True, True]
+
+
+@pytest.mark.slow  # about a minute
+def test_the_hosts_memory_bounds_the_length(tmp_path: Path) -> None:
+    """Inputs of layers that wait in the host's memory grow with the rows."""
+    folder = str(save_config(tmp_path, num_hidden_layers=4))
+    keep = {**FEW, "checkpointing": ["every layer, inputs on the host"], "layers": ["layers in slices"],
+            "frozen weights": ["weights on the card"]}  # fmt: skip
+    axes = small_axes(LONG, keep, ["lora"], further=True)
+    given = replace(problem(folder, "24GiB", training=LONG, method="lora", axes=axes), capacity=GIB)
+    free = Furthest(given, "seq_length", ["lora"]).find()
+    assert free is not None
+    host = free[1].estimate.host_bytes
+    bound = Furthest(replace(given, host=host - 16 * MIB), "seq_length", ["lora"]).find()
+    assert bound is not None
+    assert bound[0] < 0.99 * free[0]
+    assert host - 48 * MIB < bound[1].estimate.host_bytes <= host - 16 * MIB
 
 
 # -- how far ----------------------------------------------------------------------------------------------------------

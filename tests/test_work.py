@@ -23,12 +23,14 @@ from lowmem import (
     PureBF16,
     Quantization,
     Strategy,
+    StreamedWeights,
     Trainer,
     TrainingConfig,
 )
 from lowmem.loading import model_without_data
 from lowmem.memory.cards import Assumptions, Card, card
 from lowmem.memory.costs import costs_of
+from lowmem.memory.depth import StepWork
 from lowmem.memory.meta import on_meta
 from lowmem.memory.predict import record
 from lowmem.memory.shapes import shape_config
@@ -155,6 +157,29 @@ def test_a_batch_crosses_the_bus_once() -> None:
     """Token ids, labels and positions: what the batch holds."""
     moved = sum(total.host_bytes for total in work_of(PureBF16()).totals().values())
     assert 2 * 8 * TOKENS <= moved <= 4 * 8 * TOKENS
+
+
+def crossing(*strategies: Strategy) -> dict[str, float]:
+    """Phase of a steady step -> bytes over the bus, of a model of 4 layers with LoRA."""
+    work = Work()
+    step = StepWork(work)
+    lora = LoRA(target_modules="all-linear")
+    record(llama(4), training(), [lora, *strategies], "cuda", LENGTHS, step.watch, work)
+    return {phase: total.host_bytes for phase, total in step.step().totals().items()}
+
+
+def test_what_waits_in_the_hosts_memory_crosses_the_bus_twice() -> None:
+    plain, hidden = crossing(GradientCheckpointing()), 2 * TOKENS * WIDTH
+    away = crossing(GradientCheckpointing(offload="cpu"))
+    assert away["forward"] - plain["forward"] == 4 * hidden
+    assert away["backward"] - plain["backward"] == 3 * hidden  # that of the last layer is still there
+
+
+def test_streamed_weights_cross_the_bus_in_forward_and_in_backward() -> None:
+    plain, streamed = crossing(GradientCheckpointing()), crossing(GradientCheckpointing(), StreamedWeights())
+    layer = (streamed["forward"] - plain["forward"]) / 4
+    assert 2 * BLOCK < layer < 1.01 * 2 * BLOCK  # with norms
+    assert streamed["backward"] - plain["backward"] == 3 * layer
 
 
 def second_step(device: str, *strategies: Strategy) -> Work:

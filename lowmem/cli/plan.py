@@ -67,7 +67,7 @@ def plan(
         from lowmem.memory.plan_recipe import write_recipe
 
         write_recipe(found[0], output, train or "train.jsonl")
-    notes = _notes(found[0].training, found[0])
+    notes = _notes(found[0].training, found[0], host_memory is None)
     if as_json:
         plans = [plan_as_dict(one) for one in found]
         print_json({"max": value, **plans[0], "notes": notes} if largest else {"plans": plans, "notes": notes})
@@ -178,12 +178,17 @@ def _why(one: Plan) -> str:
     )
 
 
-def _notes(numbers: TrainingConfig, one: Plan) -> list[str]:
+def _notes(numbers: TrainingConfig, one: Plan, host_assumed: bool) -> list[str]:
+    notes = []
+    if host_assumed and one.problem.host is not None:
+        notes += [
+            f"{one.problem.host / GIB:.0f} GiB of the host's memory are reckoned with; --host-memory says another"
+        ]
     text = one.problem.config(one.choice.dtype).get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
     if positions and numbers.max_length > positions:
-        return [
+        notes += [
             f"rows of {numbers.max_length:,} tokens go beyond the {positions:,} positions the model was trained with; "
             "they are computed, so it runs, but quality there is another matter"
         ]
-    return []
+    return notes

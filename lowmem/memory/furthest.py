@@ -201,7 +201,8 @@ class Furthest:
         found = search.estimate(choice)
         over = needed(found) - self.given.capacity
         if self.given.host is not None and found.host_bytes > self.given.host:
-            return None, None
+            path.fails = min(path.fails, value)
+            return None, value * (1 - self.given.host / found.host_bytes) * path.slope()  # as if it were the card's
         if over > 0:
             path.fails = min(path.fails, value)
             return None, over

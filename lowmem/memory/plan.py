@@ -24,6 +24,8 @@ from lowmem.memory.subject import model_config
 from lowmem.schema import nearest
 from lowmem.sizes import parse_size
 
+HOST_BYTES = 64 * GIB  # of the host's memory, where nobody says how much there is and a technique asks for it
+
 __all__ = ["Miss", "NothingFitsError", "Plan", "furthest", "plan", "problem"]
 
 
@@ -50,13 +52,16 @@ def plan(
         model: hub id, name of a known shape, folder, `config.json` or GGUF file; no weights are read.
         gpu_memory: of the card, bytes or such as `24GiB`; null: what `gpu` has.
         gpu: the card whose speed is reckoned with; null: the best-known one of that memory.
-        host_memory: what the process may take of the host's memory; null: no bound.
+        host_memory: what the process may take of the host's memory; null: no bound, but `HOST_BYTES` for techniques
+            that keep there what the card cannot hold.
         training: the numbers of the run; every row is taken to have `max_length` tokens.
         method: `full`, `lora` or `qlora`; null: all three.
         gpus: cards of that memory, each with a process of its own, which share the run.
         few: how many plans of a method that was given.
         axes: what is searched, in place of `axes_for(...)`.
         fork: several methods are searched side by side, in copies of this process, where the system can.
+
+    What makes room at little cost is searched first; where that does not fit, slices of layers and the host's memory.
 
     Returns:
         With a method: its fastest plan, then slower ones that give up less. Without: the fastest of each method that
@@ -69,15 +74,22 @@ def plan(
     asked: dict[str, Any] = {"gpu": gpu, "host_memory": host_memory, "training": training, "method": method}
     given = problem(model, gpu_memory, **asked, axes=axes, gpus=gpus)
     methods = _methods(method)
-    if fork and len(methods) > 1 and can_fork():
-        tasks = [partial(_plans_apart, given, name) for name in methods]
-        found = [replace(one, problem=given) for plans in side_by_side(tasks) for one in plans]
-    else:
-        search = Search(given)
-        found = [one for name in methods for one in islice(search.plans(name), few if method else 1)]
+    found = _plans(given, methods, few if method else 1, fork)
+    if not found and axes is None:
+        given = problem(model, gpu_memory, **asked, gpus=gpus, further=True)
+        found = _plans(given, methods, few if method else 1, fork)
     if not found:
         raise _nothing_fits(Search(given), methods)
     return found
+
+
+def _plans(given: Problem, methods: Sequence[str], few: int, fork: bool) -> list[Plan]:
+    """The fastest plans of each method, where there are any."""
+    if fork and len(methods) > 1 and can_fork():
+        tasks = [partial(_plans_apart, given, name) for name in methods]
+        return [replace(one, problem=given) for plans in side_by_side(tasks) for one in plans]
+    search = Search(given)
+    return [one for name in methods for one in islice(search.plans(name), few)]
 
 
 def _plans_apart(given: Problem, method: str) -> list[Plan]:
@@ -116,7 +128,7 @@ def furthest(
         raise UserError("--max rank: full fine-tuning has no adapters; use --method lora or qlora")
     methods = [name for name in _methods(method) if value != "rank" or name != "full"]
     asked: dict[str, Any] = {"gpu": gpu, "host_memory": host_memory, "training": training, "method": method}
-    given = problem(model, gpu_memory, **asked, gpus=gpus)
+    given = problem(model, gpu_memory, **asked, gpus=gpus, further=True)
     found = Furthest(given, value, methods).find()
     if found is None:
         raise _nothing_fits(Search(given), methods)
@@ -133,8 +145,13 @@ def problem(
     method: str | None = None,
     axes: Sequence[Axis] | None = None,
     gpus: int = 1,
+    further: bool = False,
 ) -> Problem:
-    """What is to be planned; see `plan`."""
+    """What is to be planned; see `plan`.
+
+    Args:
+        further: with the techniques that are dear; for those that use it, the host's memory has a bound.
+    """
     named = model if isinstance(model, ModelConfig) else ModelConfig(str(model))
     numbers = training or TrainingConfig()
     numbers = numbers if numbers.output_dir else replace(numbers, output_dir="out")  # the result is saved, too
@@ -147,8 +164,8 @@ def problem(
         numbers,
         speed,
         capacity,
-        None if host_memory is None else parse_size(host_memory, "--host-memory"),
-        axes if axes is not None else axes_for(numbers, half, _methods(method), gpus=gpus),  # type: ignore[arg-type]
+        parse_size(host_memory, "--host-memory") if host_memory is not None else HOST_BYTES if further else None,
+        axes if axes is not None else axes_for(numbers, half, _methods(method), gpus=gpus, further=further),  # type: ignore[arg-type]
         gpus,
     )
 

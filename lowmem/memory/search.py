@@ -135,9 +135,14 @@ def choices(axes: Sequence[Axis], numbers: TrainingConfig) -> Iterator[Choice]:
 
 
 def axes_for(
-    numbers: TrainingConfig, half: Half = "bfloat16", methods: Sequence[str] = METHODS, rank: int = 16, gpus: int = 1
+    numbers: TrainingConfig,
+    half: Half = "bfloat16",
+    methods: Sequence[str] = METHODS,
+    rank: int = 16,
+    gpus: int = 1,
+    further: bool = False,
 ) -> tuple[Axis, ...]:
-    """The whole search space.
+    """The search space.
 
     Args:
         numbers: of the run; the batch is split into equal parts.
@@ -145,6 +150,7 @@ def axes_for(
         methods: those to be searched.
         rank: of adapters.
         gpus: cards that share the run.
+        further: of what makes room, the techniques that are dear: slices of layers, and the host's memory.
     """
     return (
         *((_SHARED,) if gpus > 1 else ()),
@@ -152,8 +158,7 @@ def axes_for(
         Axis("precision", tuple(row for row in _precisions(half) if half in row.half), family=True),
         _OPTIMIZER,
         _PLACEMENT,
-        _CHECKPOINTING,
-        _LOSS,
+        *(_FURTHER if further else (_CHECKPOINTING, _LOSS)),
         Axis("split", split_options(-(-numbers.batch_size // gpus)), per_row=True),
     )
 
@@ -217,6 +222,35 @@ _CHECKPOINTING = Axis(
     per_row=True,
 )
 _LOSS = Axis("loss", (Option("whole"), Option("in chunks", {"chunked_cross_entropy": {}})), per_row=True)
+# What a card cannot hold with every layer recomputed: of the cheaper means all are taken.
+_FURTHER = (
+    Axis(
+        "checkpointing",
+        (
+            Option("every layer", {"gradient_checkpointing": {}}),
+            Option("every layer, inputs on the host", {"gradient_checkpointing": {"offload": "cpu"}}),
+        ),
+        per_row=True,
+    ),
+    Axis("loss", (Option("in chunks", {"chunked_cross_entropy": {}}),), per_row=True),
+    Axis(
+        "layers",
+        (
+            Option("whole"),
+            Option("MLP in slices", {"tiled_mlp": {}}),
+            Option("layers in slices", {"chunked_layers": {}}),
+        ),
+        per_row=True,
+    ),
+    Axis(
+        "frozen weights",
+        (
+            Option("weights on the card"),
+            Option("weights on the host", {"streamed_weights": {}}, methods=("lora", "qlora")),
+        ),
+        at_rest=True,
+    ),
+)
 
 
 def split_options(batch_size: int) -> tuple[Option, ...]:

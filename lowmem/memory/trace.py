@@ -107,7 +107,10 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for number in inside:
             self._record(number, -self.storages[number].size)
         if self.work is not None:
-            self.work.see(func, args, kwargs, result, self._now(), times_now())
+            if known.copies and (size := self._over_the_bus(*args[:2])):
+                self.work.moved(size, self._now(), hidden=True)
+            else:
+                self.work.see(func, args, kwargs, result, self._now(), times_now())
         return result
 
     def __enter__(self) -> Trace:
@@ -148,6 +151,16 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif result.is_meta:
             operation.results[key] = (tuple(result.shape), result.stride(), result.dtype)
         return result
+
+    def _over_the_bus(self, target: Tensor, source: Tensor) -> int:
+        """Bytes of a copy between card and host, where both are played by tensors without data; 0: it is none.
+
+        Who keeps tensors in the host's memory copies them on a stream of its own.
+        """
+        if self.device != "cuda" or not (target.is_meta and source.is_meta):
+            return 0
+        places = {self.place_of(target), self.place_of(source)}
+        return target.nbytes if "device" in places and places & {"host", "pinned"} else 0
 
     def _workspace(self) -> None:
         """cuBLAS keeps one workspace for the main thread and one for autograd's, once it has been called there."""
