@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lowmem.config import LoadConfig
 from lowmem.errors import UserError
 from lowmem.model import call, unwrapped
-from lowmem.run import Run
+from lowmem.run import Run, device_kind
 from lowmem.strategies.distributed.tensor_plan import STYLES, tensor_plan
 from lowmem.strategy import Stage, Strategy, Trait
 
@@ -61,7 +61,10 @@ class TensorParallel(Strategy):
             return config
         size = self.size or run.world.size
         run.world.claim("tensor", size, self.name)
-        return replace(config, device="cpu", on_host=True) if size > 1 else config
+        if size == 1:
+            return config
+        here = config.device if run.device.type == "meta" else "cpu"
+        return replace(config, device=here, on_host=device_kind(run.device) == "cuda")
 
     def wrap_model(self, model: nn.Module, run: Run) -> nn.Module:
         size = run.world.group_size("tensor")
