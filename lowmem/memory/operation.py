@@ -23,9 +23,10 @@ class Operation:
         results: likeness of arguments -> shape, strides and dtype of the result.
         hidden: arguments -> what it holds while it runs; null: nothing.
         in_cublas: it runs in cuBLAS.
+        is_promise: it returns torch's wrapper of a tensor that is on its way from other ranks, without memory.
     """
 
-    __slots__ = ("hidden", "in_cublas", "is_fresh", "name", "results")
+    __slots__ = ("hidden", "in_cublas", "is_fresh", "is_promise", "name", "results")
 
     def __init__(self, func: Any, device: str | None) -> None:
         returns = func._schema.returns
@@ -39,6 +40,7 @@ class Operation:
         )
         self.results: dict[Any, tuple[Any, Any, torch.dtype]] = {}
         self.hidden = None if device is None else hidden_rule(func, device)
+        self.is_promise = self.name.startswith("_c10d_functional._wrap_tensor")
         self.in_cublas = device == "cuda" and is_matrix_product(func)
 
 
