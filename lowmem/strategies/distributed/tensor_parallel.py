@@ -73,11 +73,13 @@ class TensorParallel(Strategy):
         from lowmem.ops.cut import bring
 
         plan, given = tensor_plan(model, size)
-        before = None if given else _few_logits(model)
+        tried = not given and run.device.type != "meta"  # a prediction has no logits
+        before = _few_logits(model) if tried else None
         _cut_all(model, plan, run)
         bring(model, run.device)
-        if before is not None:
+        if not given:
             _share_counts(model, plan, size)
+        if before is not None:
             _require_same(model, before)
         return model
 
@@ -96,7 +98,7 @@ def _cut_all(model: nn.Module, plan: dict[str, str], run: Run) -> None:
             continue
         side, whole_around = STYLES[style]
         for linear in _linears(name, module, side):
-            cut_linear(linear, side, mesh, whole_around=whole_around)
+            cut_linear(linear, side, mesh, run.device, whole_around=whole_around)
         if side == "inputs" and not whole_around:
             _cut_dropout(module, mesh)
 
