@@ -21,9 +21,7 @@ from lowmem.model import wrap_forward
 Side = Literal["outputs", "inputs"]
 
 
-def cut_linear(
-    linear: nn.Module, side: Side, mesh: DeviceMesh, device: torch.device, *, whole_around: bool
-) -> None:
+def cut_linear(linear: nn.Module, side: Side, mesh: DeviceMesh, device: torch.device, *, whole_around: bool) -> None:
     """Take this rank's part of a linear layer, and no more, to the device; every rank must hold the same whole.
 
     Args:
