@@ -14,6 +14,7 @@ from conftest import make_llama
 from test_plan import NUMBERS, save_config
 from test_tensor_parallel import make_olmo, make_opt, some_on_four
 from torch import nn
+from torch.distributed._functional_collectives import all_reduce
 from two_processes import in_processes
 
 from lowmem import (
@@ -32,11 +33,13 @@ from lowmem.config import ModelConfig
 from lowmem.memory.depth import StepWork, figures, traced
 from lowmem.memory.estimate import estimate
 from lowmem.memory.meta import _random_states as random_states_are_seen
+from lowmem.memory.meta import on_meta
 from lowmem.memory.meter import tensors_by_category
 from lowmem.memory.predict import record, without_collections
 from lowmem.memory.subject import Subject, model_config
 from lowmem.memory.trace import Trace
 from lowmem.memory.work import Work
+from lowmem.world import World
 
 WITHIN = 0.03
 TRIES = 2  # gloo's threads may hold what was sent for a moment longer; the run does not need it
@@ -132,6 +135,29 @@ def test_so_it_is_in_two_dimensions(case: str) -> None:
 def test_the_bound_tells_two_ranks_from_one(case: str) -> None:
     alone = record(model(case, "meta"), numbers(), CASES[case](), "cpu", LENGTHS).peak()[0]
     assert abs(alone / predicted(case, 2) - 1) > 3 * WITHIN
+
+
+def test_weights_and_moments_of_parts_are_all_that_stays() -> None:
+    net = model("full", "meta")
+    cut = sum(p.nbytes for p in net.model.layers.parameters() if p.dim() > 1)
+    whole = sum(p.nbytes for p in net.parameters()) - cut
+    trace = record(net, numbers(), engine(2), "cpu", LENGTHS, ranks=2)
+    assert sum(size for _, size in trace.events) == pytest.approx(3 * (cut / 2 + whole), abs=1024)
+
+
+def test_a_plan_of_our_own_shares_heads_in_a_prediction_too() -> None:
+    seen: list[Trainer] = []
+    record(model("opt", "meta"), numbers(), engine(2), "cpu", LENGTHS, seen.append, ranks=2)
+    assert {m.num_heads for m in seen[0].model.modules() if hasattr(m, "num_heads")} == {2}
+
+
+def test_what_comes_back_from_others_is_seen() -> None:
+    with on_meta("cpu", 2):
+        mesh = World(size=2, device_type="meta", sizes={"tensor": 2}).mesh["tensor"]
+        with Trace("cpu") as trace:
+            result = all_reduce(torch.empty(3, device="meta"), "sum", mesh)
+            assert trace.place_of(result) == "device"
+            assert [s.op for s in trace.storages] == ["aten.empty.memory_format", "_c10d_functional.all_reduce.default"]
 
 
 # -- what is sent -----------------------------------------------------------------------------------------------------
