@@ -56,9 +56,12 @@ def _cut_along(tensor: object) -> str | None:
 
 
 def holds_parts(kinds: Iterable[type]) -> bool:
-    """Whether one of these classes is that of tensors that are spread over ranks."""
+    """Whether one of these classes is that of tensors that are spread over ranks, or are on their way from others."""
     module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and any(issubclass(kind, module.DTensor) for kind in kinds)
+    if module is None:
+        return False
+    messages = sys.modules["torch.distributed._functional_collectives"]  # which that one has loaded
+    return any(issubclass(kind, (module.DTensor, messages.AsyncCollectiveTensor)) for kind in kinds)
 
 
 def spread_over(tensor: Tensor) -> tuple[str, ...] | None:

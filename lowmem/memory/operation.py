@@ -24,9 +24,10 @@ class Operation:
         hidden: arguments -> what it holds while it runs; null: nothing.
         in_cublas: it runs in cuBLAS.
         copies: it copies its second argument into its first.
+        is_promise: it returns torch's wrapper of a tensor that is on its way from other ranks, without memory.
     """
 
-    __slots__ = ("copies", "hidden", "in_cublas", "is_fresh", "name", "results")
+    __slots__ = ("copies", "hidden", "in_cublas", "is_fresh", "is_promise", "name", "results")
 
     def __init__(self, func: Any, device: str | None) -> None:
         returns = func._schema.returns
@@ -41,6 +42,7 @@ class Operation:
         self.results: dict[Any, tuple[Any, Any, torch.dtype]] = {}
         self.hidden = None if device is None else hidden_rule(func, device)
         self.copies = self.name == "aten.copy_.default"
+        self.is_promise = self.name.startswith("_c10d_functional._wrap_tensor")
         self.in_cublas = device == "cuda" and is_matrix_product(func)
 
 

@@ -89,10 +89,12 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, and look at what it returns."""
         if types and holds_parts(types):
-            return NotImplemented  # torch comes back with the operations on this rank's parts
+            return NotImplemented  # torch comes back with the operations on this rank's parts, or on what has come
         known = self._operations.get(id(func))
         if known is None:
             known = self._operations[id(func)] = Operation(func, self.device)
+        if known.is_promise:
+            return func(*args, **(kwargs or {}))
         result = self._recall(func, args, kwargs or {}, known)
         if known.in_cublas:
             self._workspace()

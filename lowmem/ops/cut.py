@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.nn import functional
 
 from lowmem.model import wrap_forward
@@ -21,20 +21,23 @@ from lowmem.model import wrap_forward
 Side = Literal["outputs", "inputs"]
 
 
-def cut_linear(linear: nn.Module, side: Side, mesh: DeviceMesh, *, whole_around: bool) -> None:
-    """Keep this rank's part of a linear layer, on the mesh's device; every rank must hold the same whole.
+def cut_linear(linear: nn.Module, side: Side, mesh: DeviceMesh, device: torch.device, *, whole_around: bool) -> None:
+    """Take this rank's part of a linear layer, and no more, to the device; every rank must hold the same whole.
 
     Args:
         linear: its parameters are replaced under their names.
         side: what is cut, evenly.
         mesh: one dimension.
+        device: of the mesh's kind.
         whole_around: the activation on the cut side is whole outside: outputs are gathered, inputs taken apart.
     """
     for name, parameter in list(linear.named_parameters(recurse=False)):
         cut: Placement = Replicate()  # a bias where inputs are cut: it is added once, to the sum
+        mine = parameter.data
         if side == "outputs" or name == "weight":
-            cut = Shard(0 if side == "outputs" else 1)
-        part = distribute_tensor(parameter.data, mesh, [cut], src_data_rank=None)
+            dim = 0 if side == "outputs" else 1
+            cut, mine = Shard(dim), mine.chunk(mesh.size(), dim)[mesh.get_local_rank()]
+        part = DTensor.from_local(mine.to(device, copy=True), mesh, [cut], run_check=False)
         setattr(linear, name, nn.Parameter(part, requires_grad=parameter.requires_grad))
     outside: Placement = Replicate() if whole_around else Shard(-1)
     given, wanted, returned = (

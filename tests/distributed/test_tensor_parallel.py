@@ -173,7 +173,10 @@ def all_on_two() -> dict[str, Any]:
 
 
 def some_on_four() -> dict[str, Any]:
-    return {case: trained(lambda: [TensorParallel(size=2), FSDP2()], case) for case in ON_FOUR}
+    from test_predicted_tensor import TWO_DIMENSIONS, live_bytes  # it takes models from here
+
+    found = {case: trained(lambda: [TensorParallel(size=2), FSDP2()], case) for case in ON_FOUR}
+    return {**found, "live bytes": live_bytes(TWO_DIMENSIONS, 4)}
 
 
 @pytest.fixture(scope="module")

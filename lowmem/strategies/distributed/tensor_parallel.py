@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lowmem.config import LoadConfig
 from lowmem.errors import UserError
 from lowmem.model import call, unwrapped
-from lowmem.run import Run
+from lowmem.run import Run, device_kind
 from lowmem.strategies.distributed.tensor_plan import STYLES, tensor_plan
 from lowmem.strategy import Stage, Strategy, Trait
 
@@ -61,7 +61,10 @@ class TensorParallel(Strategy):
             return config
         size = self.size or run.world.size
         run.world.claim("tensor", size, self.name)
-        return replace(config, device="cpu", on_host=True) if size > 1 else config
+        if size == 1:
+            return config
+        here = config.device if run.device.type == "meta" else "cpu"
+        return replace(config, device=here, on_host=device_kind(run.device) == "cuda")
 
     def wrap_model(self, model: nn.Module, run: Run) -> nn.Module:
         size = run.world.group_size("tensor")
@@ -70,11 +73,13 @@ class TensorParallel(Strategy):
         from lowmem.ops.cut import bring
 
         plan, given = tensor_plan(model, size)
-        before = None if given else _few_logits(model)
+        tried = not given and run.device.type != "meta"  # a prediction has no logits
+        before = _few_logits(model) if tried else None
         _cut_all(model, plan, run)
         bring(model, run.device)
-        if before is not None:
+        if not given:
             _share_counts(model, plan, size)
+        if before is not None:
             _require_same(model, before)
         return model
 
@@ -93,7 +98,7 @@ def _cut_all(model: nn.Module, plan: dict[str, str], run: Run) -> None:
             continue
         side, whole_around = STYLES[style]
         for linear in _linears(name, module, side):
-            cut_linear(linear, side, mesh, whole_around=whole_around)
+            cut_linear(linear, side, mesh, run.device, whole_around=whole_around)
         if side == "inputs" and not whole_around:
             _cut_dropout(module, mesh)
 
