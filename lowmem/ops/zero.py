@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from lowmem.errors import UserError
 from lowmem.world import World
 
+_BEFORE_THE_FIRST = -1  # micro-batch of a step: DeepSpeed's INITIAL_MICRO_STEP_ID
+
 
 @dataclass
 class Part:
@@ -140,9 +142,7 @@ def drop_gradients(zero: Any, offloaded: bool) -> None:
         zero.averaged_gradients = {}
         zero.grad_partitions_flat_buffer.zero_()
     else:
-        from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
-
-        zero.micro_step_id = INITIAL_MICRO_STEP_ID
+        zero.micro_step_id = _BEFORE_THE_FIRST
         for group in range(len(zero.bit16_groups)):
             zero.averaged_gradients[group] = zero.all_grad_tensors[group] = None
     if offloaded:
