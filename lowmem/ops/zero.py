@@ -132,6 +132,20 @@ def marked(piece: Any) -> Tensor:
     return piece  # type: ignore[no-any-return]
 
 
+def held(zero: Any) -> Iterator[tuple[str, list[Tensor]]]:
+    """Category -> tensors that DeepSpeed keeps from step to step, beside the weights and the states of the rule."""
+    yield "float32 copies of parts", [flat.detach() for flat in _flats(zero)]
+    totals = [flat.grad for flat in _flats(zero) if flat.grad is not None]
+    totals += getattr(zero, "accumulated_grads_in_cpu", {}).values()
+    yield "gradients", [*totals, *(getattr(zero, name) for name in ("grad_partitions_flat_buffer",) if hasattr(zero, name))]
+    names = ("temp_grad_buffer_for_cpu_offload", "temp_grad_buffer_for_gpu_offload")
+    buffers = [getattr(zero, name) for name in names if hasattr(zero, name)]
+    buffers += getattr(zero, "param_buffer_of_bit16_for_cpu_offload_groups", [])
+    for bucket in zero.ipg_buckets.values():  # one tensor at stage 3, which stays
+        buffers += [bucket.buffer] if isinstance(bucket.buffer, Tensor) else bucket.buffer
+    yield "communication", buffers
+
+
 def drop_gradients(zero: Any, offloaded: bool) -> None:
     """Forget the gradients of a step, whether it was taken or not.
 

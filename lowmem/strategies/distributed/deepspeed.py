@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from lowmem.config import LoadConfig
 from lowmem.errors import UserError
 from lowmem.loading import raise_trainable_dtype
-from lowmem.ops.zero import States, drop_gradients, gradients, mark_parts
+from lowmem.ops.zero import States, drop_gradients, gradients, held, mark_parts
 from lowmem.run import Run, device_kind
 from lowmem.sharded import scale
 from lowmem.strategies.distributed.data_parallel import WholePass, over_ranks
@@ -118,6 +118,7 @@ class DeepSpeedZeRO(Strategy):
                 mark_parts(self._pass, run.world)
             zero = self._engine.optimizer
             run.find_gradients = lambda: gradients(zero, self.offload_optimizer)
+            run.find_held = lambda: held(zero)
             return _Sharded(parameters, self._engine, States(zero, run.world), self.offload_optimizer)
 
         return sharded

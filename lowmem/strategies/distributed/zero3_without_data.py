@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -131,7 +132,7 @@ class WeightsInParts:
             for part in self.fp32_partitioned_groups_flat if settings.offloads else []:
                 part.grad = settings.for_update(len(part))
         with called(BUFFERS):
-            self._buffer = torch.empty(settings.bucket, device=META)
+            self.ipg_buckets = {torch.float32: SimpleNamespace(buffer=torch.empty(settings.bucket, device=META))}
         with called(GRADIENTS):
             self.grad_partitions_flat_buffer = settings.for_update(sum(sizes))
         places = self.grad_partitions_flat_buffer.split([size for _, _, size in self.grad_position.values()])
@@ -154,7 +155,8 @@ class WeightsInParts:
         if self._waiting and self._filled + gradient.numel() > self.settings.bucket:
             self._send()
         if self._filled + gradient.numel() <= self.settings.bucket:
-            room = self._buffer[self._filled : self._filled + gradient.numel()].view_as(gradient)
+            buffer = self.ipg_buckets[torch.float32].buffer
+            room = buffer[self._filled : self._filled + gradient.numel()].view_as(gradient)
             gradient.data = room.copy_(gradient)
         self._waiting.append(parameter)
         self._filled += gradient.numel()

@@ -22,7 +22,7 @@ from lowmem.ops.without_data import called, keeping, remember_place
 from lowmem.world import World
 
 META = torch.device("meta")
-BUFFERS, GRADIENTS, COPY = "communication", "gradients", "float32 copy of its part"
+BUFFERS, GRADIENTS, COPY = "communication", "gradients", "float32 copies of parts"
 
 
 @dataclass(frozen=True)
@@ -139,8 +139,9 @@ class _Piece:
 class ZeROWithoutData:
     """Stands for `DeepSpeedZeroOptimizer` (deepspeed/runtime/zero/stage_1_and_2.py), under its names.
 
-    The trained weights of a group become views of one flat tensor. The ranks differ in how many weights touch their
-    parts: this is the one whose weights have most elements.
+    The trained weights of a group become views of one flat tensor. Ranks differ in when they keep gradients: this is
+    the one that does so when most is there. That is the first at stage 1, which goes through whole gradients in the
+    order of the weights, and the last at stage 2, as backward comes to its weights first.
 
     Args:
         rule: the optimizer; its groups keep this rank's part in float32, and nothing else.
@@ -154,15 +155,15 @@ class ZeROWithoutData:
         self.all_grad_tensors: dict[int, Any] = {}
         self._bucket: list[nn.Parameter] = []
         self._filled = 0
-        self._buffer: Tensor | None = None  # holds the gradients of the bucket
+        self.ipg_buckets = {torch.float32: SimpleNamespace(buffer=list[Tensor]())}  # the gradients of the bucket
         self._kept: Tensor | None = None  # those of all weights that touch this rank's part
-        self._whole: dict[nn.Parameter, Tensor] = {}  # on the host: gradients that are added up
+        self.accumulated_grads_in_cpu: dict[nn.Parameter, Tensor] = {}
         with torch.no_grad():
             self._flats = [self._flat(group) for group in self.bit16_groups]
             self._group = {p: number for number, group in enumerate(self.bit16_groups) for p in group}
             self._pieces = {p: piece for number in range(len(self._flats)) for p, piece in self._cut(number)}
-            self.rank = max(range(settings.ranks), key=lambda rank: sum(p.numel() for p in self._touching(rank)))
-            self._mine = {p: here[0] for p in self._touching(self.rank) if (here := self._pieces_of(p, self.rank))}
+            rank = 0 if settings.stage == 1 else settings.ranks - 1
+            self._mine = {p: piece for p, pieces in self._pieces.items() for piece in pieces if piece.rank == rank}
             self.single_partition_of_fp32_groups = [self._part(number) for number in range(len(self._flats))]
             self._make_buffers()
         for parameter in self._group:
@@ -193,12 +194,6 @@ class ZeROWithoutData:
             at = end
         return found
 
-    def _pieces_of(self, parameter: nn.Parameter, rank: int) -> list[_Piece]:
-        return [piece for piece in self._pieces[parameter] if piece.rank == rank]
-
-    def _touching(self, rank: int) -> list[nn.Parameter]:
-        return [p for p in self._group if self._pieces_of(p, rank)]
-
     def _part(self, number: int) -> Tensor:
         """The rule's copy of this rank's part."""
         with called(COPY):
@@ -211,9 +206,11 @@ class ZeROWithoutData:
     def _make_buffers(self) -> None:
         settings, sizes = self.settings, [len(part) for part in self.single_partition_of_fp32_groups]
         with called(BUFFERS):
-            self._sent_back = [settings.for_update(size) for size in sizes] if settings.offloads else []
-            largest = max(p.numel() for p in self._group) if settings.offloads else 0
-            self._between = settings.for_update(largest), torch.zeros(largest, device=META)
+            if settings.offloads:
+                self.param_buffer_of_bit16_for_cpu_offload_groups = [settings.for_update(size) for size in sizes]
+                largest = max(p.numel() for p in self._group)
+                self.temp_grad_buffer_for_cpu_offload = settings.for_update(largest)
+                self.temp_grad_buffer_for_gpu_offload = torch.zeros(largest, device=META)
         with called(GRADIENTS):
             gradients = [settings.for_update(size) for size in sizes]
         for part, gradient in zip(self.single_partition_of_fp32_groups, gradients, strict=True):
@@ -221,15 +218,19 @@ class ZeROWithoutData:
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
+    @property
+    def _buffer(self) -> list[Tensor]:
+        return self.ipg_buckets[torch.float32].buffer
+
     def before_pass(self) -> None:
         """Nothing is to be done."""
 
     @torch.no_grad()
     def _arrived(self, parameter: nn.Parameter) -> None:
-        if self._buffer is None:
+        if not self._buffer:
             self.micro_step_id += 1
             with called(BUFFERS):
-                self._buffer = torch.empty(self.settings.bucket, device=META)
+                self._buffer.append(torch.empty(self.settings.bucket, device=META))
         if self.settings.stage == 2:
             self._into_bucket(parameter)
 
@@ -238,8 +239,7 @@ class ZeROWithoutData:
         if self._filled + gradient.numel() > self.settings.bucket:
             self._send()
         if gradient.numel() <= self.settings.bucket:
-            assert self._buffer is not None
-            room = self._buffer[self._filled : self._filled + gradient.numel()].view_as(gradient)
+            room = self._buffer[0][self._filled : self._filled + gradient.numel()].view_as(gradient)
             gradient.data = room.copy_(gradient)
         elif self.settings.offloads:
             gradient.data = gradient.clone()
@@ -250,9 +250,8 @@ class ZeROWithoutData:
         """The gradients of the bucket are added up; each weight that touches this rank's part keeps its own."""
         if not self._bucket:
             return
-        assert self._buffer is not None
         first: Any = self._bucket[0].grad
-        self._add_up(first.view(-1) if self._filled > self.settings.bucket else self._buffer[: self._filled])
+        self._add_up(first.view(-1) if self._filled > self.settings.bucket else self._buffer[0][: self._filled])
         for parameter in self._bucket:
             if parameter in self._mine:
                 self._keep(parameter, parameter.grad)
@@ -289,12 +288,13 @@ class ZeROWithoutData:
 
     def _to_host(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         if self.micro_step_id > 0 or not self.is_boundary:
-            if parameter not in self._whole:
+            if parameter not in self.accumulated_grads_in_cpu:
                 with called(GRADIENTS):
-                    self._whole[parameter] = self.settings.for_update(gradient.numel())
+                    self.accumulated_grads_in_cpu[parameter] = self.settings.for_update(gradient.numel())
             if self.micro_step_id > 0:
-                gradient.view(-1).add_(self._between[1][: gradient.numel()].copy_(self._whole[parameter]))
-            self._whole[parameter].copy_(gradient.view(-1))
+                before = self.temp_grad_buffer_for_gpu_offload[: gradient.numel()]
+                gradient.view(-1).add_(before.copy_(self.accumulated_grads_in_cpu[parameter]))
+            self.accumulated_grads_in_cpu[parameter].copy_(gradient.view(-1))
         if self.is_boundary:
             here = self._mine[parameter]
             piece = gradient.view(-1)[here.start : here.start + here.number]
@@ -316,7 +316,8 @@ class ZeROWithoutData:
         if not self.settings.offloads:
             for number in range(len(self._flats)):
                 self._collect(number)
-        self._buffer = self._kept = None
+        self._buffer.clear()
+        self._kept = None
         for parameter in self._group:
             parameter.grad = None
 
@@ -362,7 +363,7 @@ class ZeROWithoutData:
             with self.settings.beside_update():
                 self.optimizer.step()
             if self.settings.offloads:
-                self._sent_back[number].copy_(part)
+                self.param_buffer_of_bit16_for_cpu_offload_groups[number].copy_(part)
             else:
                 part.grad = None
         self.optimizer.param_groups = groups
