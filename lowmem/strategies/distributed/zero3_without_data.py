@@ -71,12 +71,12 @@ class WeightsInParts:
             cut: Any = parameter
             size = -(-parameter.numel() // self.settings.ranks)
             if away:
-                cut.ds_tensor = on_host(size, parameter.dtype, self.settings.pins)
+                cut.ds_tensor = on_host(size, parameter.dtype, self.settings.on_card)
             else:
                 cut.ds_tensor = torch.empty(size, dtype=parameter.dtype, device=META)
             cut.ds_shape, cut.ds_numel = parameter.shape, parameter.numel()
             cut.partition_numel = lambda size=size: size
-            found[parameter] = Cut(parameter, number, cut.ds_tensor, away and self.settings.pins)
+            found[parameter] = Cut(parameter, number, cut.ds_tensor, away and self.settings.on_card)
             found[parameter].let_go()
         for buffer in module.buffers():
             buffer.data = buffer.data.to(META)
@@ -106,13 +106,13 @@ class WeightsInParts:
             flats = []
             for number in range(len(self.optimizer.param_groups)):
                 own = [size for size, group in zip(sizes, self._group_of, strict=True) if group == number]
-                flats += list(on_host(sum(own), dtype, self.settings.pins).split(own))
+                flats += list(on_host(sum(own), dtype, self.settings.on_card).split(own))
         else:
             with keeping("host"):
                 flat = torch.empty(sum(sizes), dtype=dtype, device=META)
             for cut in trained:
                 cut.part.data = cut.part.new_empty(0)
-            if self.settings.pins:  # a card's: the tensor above was on the host
+            if self.settings.on_card:
                 flat = torch.empty(sum(sizes), dtype=dtype, device=META)
             flats = list(flat.split(sizes))
         for parameter, (number, offset, size) in self.grad_position.items():
@@ -185,7 +185,8 @@ class WeightsInParts:
                 whole = torch.cat(chunks)
             whole.div_(ranks)
             mine = whole[: len(whole) // ranks]
-            dist.reduce_scatter_tensor(mine, whole, group=self.settings.group)
+            sent = whole if self.settings.on_card else whole.clone()  # gloo works on a copy
+            dist.reduce_scatter_tensor(mine, sent, group=self.settings.group)
         return list(mine.split(sizes))
 
     def _add(self, parameter: nn.Parameter, piece: Tensor) -> None:
@@ -193,7 +194,7 @@ class WeightsInParts:
         if not self.settings.offloads:
             total.add_(piece) if self.micro_step_id else total.copy_(piece)
             return
-        here = torch.empty_like(piece) if self.settings.pins else total  # the total on the card
+        here = torch.empty_like(piece) if self.settings.on_card else total  # the total on the card
         if self.micro_step_id:
             here.add_(piece)
         if self.is_boundary:

@@ -32,12 +32,12 @@ class Settings:
     Attributes:
         world: whose dimension `data` shares the run.
         zero: of DeepSpeed's configuration, the section `zero_optimization`.
-        pins: whether the host's memory is pinned.
+        on_card: the model is on a card; what lies on the host is pinned.
     """
 
     world: World
     zero: dict[str, Any]
-    pins: bool
+    on_card: bool
 
     @property
     def stage(self) -> int:
@@ -70,7 +70,7 @@ class Settings:
 
     def for_update(self, size: int) -> Tensor:
         """Zeros in float32 where the update is made."""
-        return on_host(size, torch.float32, self.pins) if self.offloads else torch.zeros(size, device=META)
+        return on_host(size, torch.float32, self.on_card) if self.offloads else torch.zeros(size, device=META)
 
 
 def on_host(size: int, dtype: torch.dtype, pins: bool) -> Tensor:
