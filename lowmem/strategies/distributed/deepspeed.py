@@ -44,7 +44,6 @@ class DeepSpeedZeRO(Strategy):
     slot: ClassVar[str | None] = "data_parallel"
     saves: ClassVar[str] = "states (stage 1), gradients (2) and weights (3): every rank holds its part of them"
     costs: ClassVar[str] = "DeepSpeed; a second float32 copy of each rank's part of the trained weights"
-    period = 1
     remedy: ClassVar[str] = "drop it, or use ddp or fsdp_2"
 
     zero_stage: Literal[1, 2, 3] = 2
@@ -65,6 +64,11 @@ class DeepSpeedZeRO(Strategy):
             raise UserError(f"deepspeed_zero.reduce_bucket_size: counts from 1; got {self.reduce_bucket_size}")
         if self.param_persistence_threshold < 0:
             raise UserError("deepspeed_zero.param_persistence_threshold: not negative")
+
+    @property
+    def period(self) -> int | None:
+        """At stage 3, layers are kept or let go of by how many weights there are."""
+        return None if self.zero_stage == 3 else 1
 
     @property
     def needs(self) -> frozenset[Trait]:

@@ -174,10 +174,21 @@ class ZeROWithoutData:
     # -- at the beginning ---------------------------------------------------------------------------------------------
 
     def _flat(self, group: list[nn.Parameter]) -> Tensor:
+        """On a card by way of the host, as where there is no room for the weights twice."""
         missing = -sum(p.numel() for p in group) % (2 * self.settings.ranks)
-        flat = _flatten_dense_tensors([*group, *([group[0].new_zeros(missing)] if missing else [])]).detach()
-        for parameter, view in zip(group, flat.split([*(p.numel() for p in group), missing]), strict=False):
-            parameter.data = view.view(parameter.shape)
+        weights, on_card = [p.detach() for p in group], self.settings.on_card
+        with keeping("host") if on_card else nullcontext():
+            if on_card:
+                weights = [torch.empty_like(p) for p in group]
+                for parameter in group:
+                    parameter.data = parameter.new_empty(0)
+            flat = _flatten_dense_tensors([*weights, *([weights[0].new_zeros(missing)] if missing else [])])
+        sizes = [p.numel() for p in weights]
+        shapes = [p.shape for p in weights]
+        del weights
+        flat = torch.empty_like(flat) if on_card else flat
+        for parameter, view, shape in zip(group, flat.split([*sizes, missing]), shapes, strict=False):
+            parameter.data = view.view(shape)
         return flat
 
     def _size(self, number: int) -> int:
