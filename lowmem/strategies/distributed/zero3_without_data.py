@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors
 from torch.optim import Optimizer
 
+from lowmem.memory.host import on_host
 from lowmem.ops.without_data import called, keeping
 from lowmem.run import Run, device_kind
 from lowmem.strategies.distributed.zero3_fetching import Cut, Fetching, gather_now
@@ -23,7 +24,6 @@ from lowmem.strategies.distributed.zero_without_data import (
     Settings,
     ZeROWithoutData,
     norms,
-    on_host,
 )
 
 _NORM_OF = 250_000_000  # elements at once, of gradients whose update is the host's

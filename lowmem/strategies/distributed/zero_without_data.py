@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors
 from torch.optim import Optimizer
 
-from lowmem.memory.host import pinned_size
-from lowmem.ops.without_data import called, keeping, remember_place
+from lowmem.memory.host import on_host
+from lowmem.ops.without_data import called, keeping
 from lowmem.world import World
 
 META = torch.device("meta")
@@ -71,20 +71,6 @@ class Settings:
     def for_update(self, size: int) -> Tensor:
         """Zeros in float32 where the update is made."""
         return on_host(size, torch.float32, self.on_card) if self.offloads else torch.zeros(size, device=META)
-
-
-def on_host(size: int, dtype: torch.dtype, pins: bool) -> Tensor:
-    """A flat tensor in the host's memory; a pinned one is the copy of one that is not (`pin_memory`)."""
-    with keeping("host"):
-        plain = torch.zeros(size, dtype=dtype, device=META)
-    if not pins:
-        remember_place(plain, "host")
-        return plain
-    with keeping("pinned"):
-        room = torch.empty(pinned_size(plain.nbytes), dtype=torch.uint8, device=META)
-    pinned = room[: plain.nbytes].view(dtype)
-    remember_place(pinned, "pinned")
-    return pinned
 
 
 def norms(pieces: list[Tensor]) -> None:
