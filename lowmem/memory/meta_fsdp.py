@@ -50,9 +50,10 @@ def meta_fsdp() -> Iterator[None]:
             stack.enter_context(patch.object(owner, name, _labelled(getattr(owner, name), label)))
         for name, wrap in (("_init_sharded_param", _cut), ("to_sharded_dtensor", _spread)):
             stack.enter_context(patch.object(param, name, wrap(getattr(param, name))))
-        reduce = _without_copies(_fsdp_param_group.foreach_reduce)
+        reduce = _without_copies(vars(_fsdp_param_group)["foreach_reduce"])
         stack.enter_context(patch.object(_fsdp_param_group, "foreach_reduce", reduce))
-        stack.enter_context(patch.object(param, "all_gather_inputs", property(_sent(param.all_gather_inputs.fget))))
+        inputs: Any = vars(param)["all_gather_inputs"]
+        stack.enter_context(patch.object(param, "all_gather_inputs", property(_sent(inputs.fget))))
         stack.enter_context(
             patch.object(_fsdp_param_group.FSDPParamGroup, "_validate_cpu_offload_params", lambda self: None)
         )

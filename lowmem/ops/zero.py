@@ -137,7 +137,8 @@ def held(zero: Any) -> Iterator[tuple[str, list[Tensor]]]:
     yield "float32 copies of parts", [flat.detach() for flat in _flats(zero)]
     totals = [flat.grad for flat in _flats(zero) if flat.grad is not None]
     totals += getattr(zero, "accumulated_grads_in_cpu", {}).values()
-    yield "gradients", [*totals, *(getattr(zero, name) for name in ("grad_partitions_flat_buffer",) if hasattr(zero, name))]
+    totals += [zero.grad_partitions_flat_buffer] if hasattr(zero, "fp16_groups") else []
+    yield "gradients", totals
     names = ("temp_grad_buffer_for_cpu_offload", "temp_grad_buffer_for_gpu_offload")
     buffers = [getattr(zero, name) for name in names if hasattr(zero, name)]
     buffers += getattr(zero, "param_buffer_of_bit16_for_cpu_offload_groups", [])

