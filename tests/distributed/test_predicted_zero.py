@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import pytest
 from conftest import make_rows, run_training
-from test_predicted_bytes import TRIES, WITHIN, model, numbers
+from test_predicted_bytes import TRIES, model, numbers
 from two_processes import in_processes
 
 from lowmem import (
@@ -37,6 +37,7 @@ from lowmem.memory.work import Work
 installed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 
 Case = tuple[str, str, str]
+WITHIN = 0.005  # a message fetched ahead is 1.6 %
 LENGTHS = (40, 40, 36, 36)  # with one row at a time both ranks have rows of the same lengths
 TRAINED: dict[str, Callable[[], list[Strategy]]] = {
     "full": list,
@@ -54,9 +55,9 @@ ZERO: list[Case] = [
     ("stage 1, offload", "lora", "at once"),
     ("stage 2", "full", "checkpointed"),
     ("stage 2, offload", "full", "accumulated"),
-    ("stage 3", "lora", "accumulated"),
-    ("stage 3, let go", "full", "checkpointed"),
-    ("stage 3, let go, offload", "lora", "accumulated"),
+    ("stage 3", "full", "checkpointed"),
+    ("stage 3, let go", "lora", "checkpointed"),
+    ("stage 3, let go, offload", "full", "accumulated"),
 ]
 FSDP: list[Case] = [("fsdp, offload", "full", "accumulated"), ("fsdp, offload", "lora", "checkpointed")]
 CASES = [pytest.param(case, marks=installed, id=" ".join(case)) for case in ZERO]
@@ -135,10 +136,7 @@ def predicted(case: Case) -> int:
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_rank_holds_what_was_predicted(case: Case) -> None:
-    found = measured(case)
-    assert abs(predicted(case) / found - 1) <= WITHIN
-    alone = record(model("meta"), numbers(), strategies(case)[1:], "cpu", LENGTHS).peak()[0]
-    assert abs(alone / found - 1) > 2 * WITHIN
+    assert abs(predicted(case) / measured(case) - 1) <= WITHIN
 
 
 def test_parts_on_the_host_are_trained_as_whole_weights_are() -> None:
