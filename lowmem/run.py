@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,7 @@ class Run:
         autocast: the context in which operations run outside of a loss, too.
         loop: what computes a pass in place of the plain loop over micro-batches; null: that loop.
         find_gradients: the gradients of a step, where an engine keeps them elsewhere than in `Parameter.grad`.
+        find_held: tensors that an engine keeps from step to step beside weights and states, by category.
         model: the wrapped model, once it exists.
         trainable: name -> parameter, once the model exists.
         optimizer: once it exists.
@@ -51,6 +52,7 @@ class Run:
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
     loop: ForwardBackward | None = None
     find_gradients: Callable[[], list[Tensor]] | None = None
+    find_held: Callable[[], Iterable[tuple[str, list[Tensor]]]] | None = None
     subject: Callable[[], Subject] | None = None
     model: nn.Module | None = None
     trainable: dict[str, nn.Parameter] = field(default_factory=dict)

@@ -11,7 +11,7 @@ import pytest
 from test_plan import NUMBERS, save_config
 from typer.testing import CliRunner
 
-from lowmem import DDP, FSDP2, LoRA, Quantization, Strategy, TrainingConfig
+from lowmem import DDP, FSDP2, DeepSpeedZeRO, LoRA, Quantization, Strategy, TrainingConfig
 from lowmem.cli import app
 from lowmem.config import ModelConfig
 from lowmem.errors import UserError
@@ -41,7 +41,7 @@ def few_axes() -> list[Axis]:
     ]
 
 
-@pytest.mark.parametrize("strategy", [DDP(), FSDP2()], ids=lambda s: s.name)
+@pytest.mark.parametrize("strategy", [DDP(), FSDP2(), DeepSpeedZeRO(zero_stage=2)], ids=lambda s: s.name)
 def test_figures_of_two_shallow_traces_are_those_of_the_full_depth(strategy: Strategy, tmp_path: Path) -> None:
     run = subject(save_config(tmp_path), strategy, 2)
     near, whole = figures(run, (128,) * 4), traced(run, (128,) * 4, None)
@@ -112,9 +112,18 @@ def test_weights_in_4_bits_are_on_every_card(strategy: Strategy, tmp_path: Path)
     assert shared == pytest.approx(alone - cut, rel=0.02)
 
 
-def test_parts_that_wait_on_the_host_are_not_foreseen(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"fsdp_2\.offload"):
-        estimate(subject(save_config(tmp_path), FSDP2(offload=True), 2))
+def test_parts_that_wait_on_the_host_leave_the_card_empty(tmp_path: Path) -> None:
+    run = subject(save_config(tmp_path, **WIDE), FSDP2(offload=True), 2)
+    found, weights = estimate(run, band=False), sum(p.nbytes for p in run.make_model(None).parameters())
+    kept = sum(size for name, size in found.phases["at rest"].ledger.items() if name != "workspaces")
+    assert kept < 0.01 * weights
+    assert found.host_bytes > 2 * weights  # parts and their gradients in blocks of powers of two, and two moments
+
+
+def test_at_stage_3_all_layers_are_followed(tmp_path: Path) -> None:
+    run = subject(save_config(tmp_path), DeepSpeedZeRO(zero_stage=3), 2)
+    assert run.shallow is None
+    assert figures(run, (128,) * 4).allocated == traced(run, (128,) * 4, None).allocated
 
 
 def test_the_commands_say_what_each_card_holds_and_sends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

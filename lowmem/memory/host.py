@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lowmem.memory.moments import moments
 from lowmem.memory.trace import Trace
-from lowmem.ops.without_data import keeping
+from lowmem.ops.without_data import keeping, remember_place
 
 MIB = 2**20
 # Resident pages of a process that has trained a tiny QLoRA for two steps (measured with psutil: Linux x86-64, Python
@@ -73,6 +73,20 @@ def _pinned(tensor: Tensor, device: Any = None) -> Tensor:
 def pinned_size(size: int) -> int:
     """Bytes of the block for a pinned tensor: the next power of two (`c10/core/CachingHostAllocator.h`, torch 2.13)."""
     return 1 << max(0, size - 1).bit_length()
+
+
+def on_host(size: int, dtype: torch.dtype, pins: bool) -> Tensor:
+    """A flat tensor without data that lies on the host; a pinned one is the copy of one that is not (`pin_memory`)."""
+    with keeping("host"):
+        plain = torch.zeros(size, dtype=dtype, device="meta")
+    if not pins:
+        remember_place(plain, "host")
+        return plain
+    with keeping("pinned"):
+        room = torch.empty(pinned_size(plain.nbytes), dtype=torch.uint8, device="meta")
+    pinned = room[: plain.nbytes].view(dtype)
+    remember_place(pinned, "pinned")
+    return pinned
 
 
 def pinned_bytes(trace: Trace) -> int:

@@ -257,7 +257,7 @@ def _convert_8bit(
 
 @contextmanager
 def from_host(trace: Trace) -> Iterator[None]:
-    """Inside, a weight that is loaded on the host is copied to the device when it is sent there."""
+    """Inside, a weight that is loaded on the host is cast there, and copied to the device when it is sent there."""
     real = torch.Tensor.to
 
     def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -267,6 +267,8 @@ def from_host(trace: Trace) -> Iterator[None]:
             if device == META:
                 with keeping("device"):
                     return torch.empty_like(tensor, dtype=dtype or tensor.dtype)
+            with keeping("host"):  # a cast
+                return real(tensor, *args, **kwargs)
         return real(tensor, *args, **kwargs)
 
     with patch.object(torch.Tensor, "to", to):

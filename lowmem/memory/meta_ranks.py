@@ -31,6 +31,7 @@ def meta_ranks(number: int) -> Iterator[None]:
         stack.enter_context(_nothing_to_wait_for())
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", "DTensor random operators")  # torch means a mesh of CPUs; none is drawn here
+        warnings.filterwarnings("ignore", ".*_tensor. is deprecated", FutureWarning)  # names of older versions of torch
         yield
 
 

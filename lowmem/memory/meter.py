@@ -133,6 +133,8 @@ def _by_category(trainer: Trainer) -> Iterator[tuple[str, Iterable[Tensor]]]:
     yield "weights, trainable", [p for p in parameters if id(p) in trainable]
     states = [trainer.optimizer.state[p] for p in trainer.run.trainable.values() if p in trainer.optimizer.state]
     yield "optimizer state", [v for state in states for v in state.values() if isinstance(v, Tensor)]
+    if trainer.run.find_held is not None:
+        yield from trainer.run.find_held()
     kept = tree_leaves([strategy.state_dict() for strategy in trainer.strategies])
     yield "strategy state", [value for value in kept if isinstance(value, Tensor)]
 

@@ -44,9 +44,9 @@ _PLACES: dict[int, str] = {}
 
 def remember_place(buffer: Tensor, where: str) -> None:
     """Say where a buffer without data lies, for those who see it later than it was made."""
-    address = buffer.untyped_storage()._cdata
-    _PLACES[address] = where
-    weakref.finalize(buffer, _PLACES.pop, address, None)
+    storage = buffer.untyped_storage()  # a tensor may be given another
+    _PLACES[storage._cdata] = where
+    weakref.finalize(storage, _PLACES.pop, storage._cdata, None)
 
 
 def known_place(tensor: Tensor) -> str | None:

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from lowmem.errors import UserError
 from lowmem.world import World
 
+_BEFORE_THE_FIRST = -1  # micro-batch of a step: DeepSpeed's INITIAL_MICRO_STEP_ID
+
 
 @dataclass
 class Part:
@@ -130,6 +132,21 @@ def marked(piece: Any) -> Tensor:
     return piece  # type: ignore[no-any-return]
 
 
+def held(zero: Any) -> Iterator[tuple[str, list[Tensor]]]:
+    """Category -> tensors that DeepSpeed keeps from step to step, beside the weights and the states of the rule."""
+    yield "float32 copies of parts", [flat.detach() for flat in _flats(zero)]
+    totals = [flat.grad for flat in _flats(zero) if flat.grad is not None]
+    totals += getattr(zero, "accumulated_grads_in_cpu", {}).values()
+    totals += [zero.grad_partitions_flat_buffer] if hasattr(zero, "fp16_groups") else []
+    yield "gradients", totals
+    names = ("temp_grad_buffer_for_cpu_offload", "temp_grad_buffer_for_gpu_offload")
+    buffers = [getattr(zero, name) for name in names if hasattr(zero, name)]
+    buffers += getattr(zero, "param_buffer_of_bit16_for_cpu_offload_groups", [])
+    for bucket in zero.ipg_buckets.values():  # one tensor at stage 3, which stays
+        buffers += [bucket.buffer] if isinstance(bucket.buffer, Tensor) else bucket.buffer
+    yield "communication", buffers
+
+
 def drop_gradients(zero: Any, offloaded: bool) -> None:
     """Forget the gradients of a step, whether it was taken or not.
 
@@ -140,9 +157,7 @@ def drop_gradients(zero: Any, offloaded: bool) -> None:
         zero.averaged_gradients = {}
         zero.grad_partitions_flat_buffer.zero_()
     else:
-        from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
-
-        zero.micro_step_id = INITIAL_MICRO_STEP_ID
+        zero.micro_step_id = _BEFORE_THE_FIRST
         for group in range(len(zero.bit16_groups)):
             zero.averaged_gradients[group] = zero.all_grad_tensors[group] = None
     if offloaded:

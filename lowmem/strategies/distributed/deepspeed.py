@@ -17,10 +17,11 @@ from torch.optim import Optimizer
 from lowmem.config import LoadConfig
 from lowmem.errors import UserError
 from lowmem.loading import raise_trainable_dtype
-from lowmem.ops.zero import States, drop_gradients, gradients, mark_parts
-from lowmem.run import Run
+from lowmem.ops.zero import States, drop_gradients, gradients, held, mark_parts
+from lowmem.run import Run, device_kind
 from lowmem.sharded import scale
 from lowmem.strategies.distributed.data_parallel import WholePass, over_ranks
+from lowmem.strategies.distributed.zero3_without_data import engine_without_data
 from lowmem.strategy import ForwardBackward, Loss, MakeOptimizer, Sample, Stage, Strategy, Trait
 
 
@@ -43,7 +44,6 @@ class DeepSpeedZeRO(Strategy):
     slot: ClassVar[str | None] = "data_parallel"
     saves: ClassVar[str] = "states (stage 1), gradients (2) and weights (3): every rank holds its part of them"
     costs: ClassVar[str] = "DeepSpeed; a second float32 copy of each rank's part of the trained weights"
-    period = 1
     remedy: ClassVar[str] = "drop it, or use ddp or fsdp_2"
 
     zero_stage: Literal[1, 2, 3] = 2
@@ -66,6 +66,11 @@ class DeepSpeedZeRO(Strategy):
             raise UserError("deepspeed_zero.param_persistence_threshold: not negative")
 
     @property
+    def period(self) -> int | None:
+        """At stage 3, layers are kept or let go of by how many weights there are."""
+        return None if self.zero_stage == 3 else 1
+
+    @property
     def needs(self) -> frozenset[Trait]:
         needed = {Trait.GRADS_AT_STEP, Trait.STATIC_PARAMS, Trait.FLOAT32, Trait.WHOLE_MODEL, Trait.WHOLE_LAYERS}
         return frozenset(needed | {Trait.PLAIN_WEIGHTS, Trait.LAYER_BY_LAYER} if self.zero_stage == 3 else needed)
@@ -82,14 +87,16 @@ class DeepSpeedZeRO(Strategy):
     def configure(self, config: LoadConfig, run: Run) -> LoadConfig:
         if run.world.claim_rest("data", self.name) != run.world.size:
             raise UserError("deepspeed_zero: DeepSpeed takes all processes; use ddp or fsdp_2 beside other dimensions")
-        if run.world.is_silent:
+        if run.world.size == 1:
             return config
-        _import_deepspeed(run)
         self._trainable_dtype = config.trainable_dtype
+        if run.device.type == "meta":
+            return replace(config, on_host=self.zero_stage == 3 and device_kind(run.device) == "cuda")
+        _import_deepspeed(run)
         return replace(config, device="cpu", on_host=True) if self.zero_stage == 3 else config
 
     def wrap_loss(self, loss: Loss, run: Run) -> Loss:
-        if run.world.is_silent:
+        if run.world.size == 1:
             return loss
         assert run.model is not None
         self._pass = _Placed(run.model, loss)
@@ -102,29 +109,27 @@ class DeepSpeedZeRO(Strategy):
         return reduced
 
     def wrap_optimizer(self, make: MakeOptimizer, run: Run) -> MakeOptimizer:
-        if run.world.is_silent:
+        if run.world.size == 1:
             return make
 
         def sharded(parameters: list[nn.Parameter]) -> Optimizer:
-            deepspeed = _import_deepspeed(run)
-            rule, config = make(parameters), self._config(run.world.size)
-            deepspeed.init_distributed(verbose=False)  # it takes over torch's process group
+            rule, config = make(parameters), self._config(run)
             if self.zero_stage == 3:
                 raise_trainable_dtype(self._pass, self._trainable_dtype)  # parts keep the dtype they are made with
-                deepspeed.zero.Init(module=self._pass, config_dict_or_path=config)
-                for buffer in self._pass.buffers():
-                    buffer.data = buffer.data.to(run.device)
-            self._engine, zero, *_ = deepspeed.initialize(model=self._pass, optimizer=rule, config=config)
+            around = engine_without_data if run.device.type == "meta" else _with_deepspeed
+            self._engine = around(self._pass, rule, config, run)
             if self.zero_stage == 3:
                 mark_parts(self._pass, run.world)
+            zero = self._engine.optimizer
             run.find_gradients = lambda: gradients(zero, self.offload_optimizer)
+            run.find_held = lambda: held(zero)
             return _Sharded(parameters, self._engine, States(zero, run.world), self.offload_optimizer)
 
         return sharded
 
     def wrap_forward_backward(self, forward_backward: ForwardBackward, run: Run) -> ForwardBackward:
         shared = over_ranks(forward_backward, run.world, self._unsynchronised)
-        if run.world.is_silent:
+        if run.world.size == 1:
             return shared
 
         def added_up(micro_batches: list[list[Sample]], divisor: float | Tensor) -> Tensor:
@@ -143,9 +148,9 @@ class DeepSpeedZeRO(Strategy):
         finally:
             self._engine.set_gradient_accumulation_boundary(True)
 
-    def _config(self, size: int) -> dict[str, Any]:
+    def _config(self, run: Run) -> dict[str, Any]:
         """DeepSpeed's own configuration: all that touches a number is said, whatever its default is."""
-        host = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+        host = {"device": "cpu", "pin_memory": device_kind(run.device) == "cuda"}
         zero: dict[str, Any] = {
             "stage": self.zero_stage,
             "reduce_bucket_size": self.reduce_bucket_size,
@@ -162,7 +167,7 @@ class DeepSpeedZeRO(Strategy):
         zero |= {"offload_param": host} if self.offload_param else {}
         off = {"enabled": False}
         return {
-            "train_batch_size": size,  # of micro-batches; lowmem counts rows and says when a step is complete
+            "train_batch_size": run.world.size,  # of micro-batches; lowmem counts rows and says when a step is complete
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,
             "gradient_clipping": 0.0,  # by default it is 1
@@ -210,6 +215,17 @@ class _Sharded(Optimizer):
         """Forget the gradients, of a step that was left out, too."""
         assert set_to_none
         drop_gradients(self._engine.optimizer, self._offloaded)
+
+
+def _with_deepspeed(whole_pass: nn.Module, rule: Optimizer, config: dict[str, Any], run: Run) -> Any:
+    """DeepSpeed's engine."""
+    deepspeed = _import_deepspeed(run)
+    deepspeed.init_distributed(verbose=False)  # it takes over torch's process group
+    if config["zero_optimization"]["stage"] == 3:
+        deepspeed.zero.Init(module=whole_pass, config_dict_or_path=config)
+        for buffer in whole_pass.buffers():
+            buffer.data = buffer.data.to(run.device)
+    return deepspeed.initialize(model=whole_pass, optimizer=rule, config=config)[0]
 
 
 def _import_deepspeed(run: Run) -> Any:

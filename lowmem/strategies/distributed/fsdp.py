@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from types import MethodType
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from lowmem.config import LoadConfig
-from lowmem.errors import UserError
 from lowmem.loading import raise_trainable_dtype
 from lowmem.model import blocks
+from lowmem.ops.without_data import keeping
 from lowmem.run import Run, device_kind
 from lowmem.strategies.distributed.data_parallel import over_ranks
-from lowmem.strategy import ForwardBackward, Inference, Stage, Strategy, Trait
+from lowmem.strategy import ForwardBackward, Inference, MakeOptimizer, Stage, Strategy, Trait
 
 
 @dataclass
@@ -67,8 +69,8 @@ class FSDP2(Strategy):
     def configure(self, config: LoadConfig, run: Run) -> LoadConfig:
         self._trainable_dtype = config.trainable_dtype
         if run.world.claim_rest("data", self.name) > 1:
-            if self.offload and run.device.type == "meta":
-                raise UserError("fsdp_2.offload: where its parts wait cannot be foreseen; leave offload out")
+            if self.offload and run.device.type == "cpu":
+                run.notice("fsdp_2.offload: on a CPU the parts wait in the host's memory anyway")
             here = config.device if run.device.type == "meta" else "cpu"
             return replace(config, device=here, on_host=device_kind(run.device) == "cuda")
         return config
@@ -92,6 +94,18 @@ class FSDP2(Strategy):
         if hasattr(model, "generate"):
             register_fsdp_forward_method(model, "generate")
         return model
+
+    def wrap_optimizer(self, make: MakeOptimizer, run: Run) -> MakeOptimizer:
+        if not (self.offload and run.device.type == "meta"):
+            return make
+
+        def on_host(parameters: list[nn.Parameter]) -> Optimizer:
+            rule = make(parameters)
+            step = type(rule).step
+            rule.step = MethodType(_keeping_on_host(step), rule)  # type: ignore[method-assign]
+            return rule
+
+        return on_host
 
     def wrap_forward_backward(self, forward_backward: ForwardBackward, run: Run) -> ForwardBackward:
         return over_ranks(forward_backward, run.world)
@@ -124,4 +138,13 @@ class FSDP2(Strategy):
             "mp_policy": MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False),
             "ignored_params": {p for p in model.parameters() if not p.is_floating_point()},
         }
-        return {**options, "offload_policy": CPUOffloadPolicy()} if self.offload else options
+        pins = device_kind(run.device) == "cuda"
+        return {**options, "offload_policy": CPUOffloadPolicy(pin_memory=pins)} if self.offload else options
+
+
+def _keeping_on_host(step: Callable[..., Any]) -> Callable[..., Any]:
+    def on_host(rule: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        with keeping("host"):
+            return step(rule, *args, **kwargs)
+
+    return on_host
