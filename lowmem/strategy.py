@@ -151,6 +151,10 @@ class Strategy:
         """
         return None
 
+    def ranks_apart(self, ranks: int) -> Sequence[int]:
+        """The ranks, of so many, that a prediction must look at one by one; by default all are like the first."""
+        return (0,)
+
     def configure(self, config: LoadConfig, run: Run) -> LoadConfig:
         """Before loading: how the model is loaded. Checks of the machine and of the training numbers live here."""
         return config

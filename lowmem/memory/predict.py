@@ -71,6 +71,7 @@ def record(
     work: Work | None = None,
     around: Around | None = None,
     ranks: int = 1,
+    rank: int = 0,
 ) -> Trace:
     """Two optimizer steps of the real trainer, loop and strategies, on rows of these lengths.
 
@@ -87,13 +88,13 @@ def record(
         look: is shown the trainer, built and not yet run.
         work: is shown every operation, for the time it would take.
         around: what the run does beside its steps; null: nothing.
-        ranks: processes that share the run; the record is of the first.
+        ranks, rank: processes that share the run, and which of them is recorded.
     """
     rows = [{"input_ids": torch.ones(length, dtype=torch.int32).numpy()} for length in lengths]
     numbers = replace(
         steps_alone(training), batch_size=len(rows), max_steps=2, max_length=max(training.max_length, *lengths)
     )
-    with without_collections(), on_meta(device, ranks), ExitStack() as active:
+    with without_collections(), on_meta(device, ranks, rank), ExitStack() as active:
         trace = Trace(device, work)
         if isinstance(model, nn.Module):
             trainer = _trainer(model, rows, numbers, strategies)
