@@ -1,4 +1,4 @@
-"""What must hold of a model before it is cut into stages: they make the model, and each trains parameters of its own."""
+"""What must hold before a model is cut: its stages make the model, and each trains parameters of its own."""
 
 from __future__ import annotations
 

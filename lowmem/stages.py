@@ -44,7 +44,7 @@ class Stages:
         self.head: nn.Module | None = inner.get_output_embeddings()
         if number > len(self.layers):
             raise UserError(f"pipeline_parallel.stages: {number}, and the model has {len(self.layers)} layers")
-        self.borders = [len(self.layers) * i // number for i in range(number + 1)]
+        self.borders = borders(len(self.layers), number)
         table = next(module for module in self.embedding.modules() if isinstance(module, nn.Embedding))
         self.width = table.embedding_dim
         self._received = _Received(self.width, table.weight.dtype)
@@ -126,6 +126,11 @@ class Stages:
         for parent, name, child in replaced:
             parent._modules[name] = away[id(child)]
         return replaced
+
+
+def borders(layers: int, number: int) -> list[int]:
+    """The first layer of each of so many stages, and the number of layers."""
+    return [layers * i // number for i in range(number + 1)]
 
 
 class _Elsewhere(nn.Module):

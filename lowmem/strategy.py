@@ -151,8 +151,8 @@ class Strategy:
         """
         return None
 
-    def ranks_apart(self, ranks: int) -> Sequence[int]:
-        """The ranks, of so many, that a prediction must look at one by one; by default all are like the first."""
+    def ranks_apart(self, ranks: int, layers: int) -> Iterable[int]:
+        """The ranks, of so many, one of which needs most, with a model of so many layers; by default all are alike."""
         return (0,)
 
     def configure(self, config: LoadConfig, run: Run) -> LoadConfig:

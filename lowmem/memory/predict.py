@@ -23,7 +23,7 @@ from lowmem.memory.trace import Trace
 from lowmem.memory.work import Work
 from lowmem.model import blocks
 from lowmem.sharded import local
-from lowmem.strategy import Sample, Strategy
+from lowmem.strategy import ForwardBackward, Sample, Strategy
 
 if TYPE_CHECKING:
     from lowmem.trainer import Trainer
@@ -154,12 +154,21 @@ def _trainer(model: nn.Module, rows: Any, numbers: TrainingConfig, strategies: S
     from lowmem.trainer import Trainer
 
     class Brief(Trainer):
-        """Leaves out micro-batches that would show nothing new."""
+        """Leaves out micro-batches that would show nothing new; a loop of a strategy's own sees to that itself."""
 
         rows_per_pass = micro_batches = 0  # the most there were
 
+        def _wrap(self, method: str, part: Any) -> Any:
+            return super()._wrap(method, self._counted(part) if method == "wrap_forward_backward" else part)
+
+        def _counted(self, loop: ForwardBackward) -> ForwardBackward:
+            def counted(micro_batches: list[list[Sample]], divisor: float | Tensor) -> Tensor:
+                self.rows_per_pass = max(self.rows_per_pass, *map(len, micro_batches))
+                return loop(micro_batches, divisor)
+
+            return counted
+
         def _forward_backward(self, micro_batches: list[list[Sample]], divisor: float | Tensor) -> Tensor:
-            self.rows_per_pass = max(self.rows_per_pass, *map(len, micro_batches))
             self.micro_batches = max(self.micro_batches, len(micro_batches))
             kept = telling(micro_batches, most=1 if self.run.global_step == 0 else 2)
             return super()._forward_backward(kept, divisor)

@@ -178,8 +178,8 @@ class Subject:
 
     @property
     def ranks(self) -> list[int]:
-        """Those whose memory differs, so that each must be looked at to find the one that needs most."""
-        found = {rank for strategy in self.strategies for rank in strategy.ranks_apart(self.gpus)}
+        """Those that must be looked at to find the one that needs most."""
+        found = {rank for strategy in self.strategies for rank in strategy.ranks_apart(self.gpus, self.layers)}
         return sorted(found | {0})
 
     @property

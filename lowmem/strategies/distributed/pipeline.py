@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -18,7 +19,7 @@ from lowmem.model import takes_one_row
 from lowmem.ops.without_data import keeping
 from lowmem.run import Run, device_kind
 from lowmem.stage_checks import prove, require_own_parameters
-from lowmem.stages import Stages
+from lowmem.stages import Stages, borders
 from lowmem.strategies.distributed.data_parallel import without_targets
 from lowmem.strategies.distributed.pipeline_without_data import few_stand_for_all
 from lowmem.strategy import Loss, Sample, Stage, Strategy, Trait
@@ -58,9 +59,12 @@ class PipelineParallel(Strategy):
         """A layer more for every stage."""
         return self.stages
 
-    def ranks_apart(self, ranks: int) -> Sequence[int]:
-        """One of each stage, all in one pipeline."""
-        return range(min(self.stages or ranks, ranks))
+    def ranks_apart(self, ranks: int, layers: int) -> Iterable[int]:
+        """Both ends; of stages between them with as many layers the first, which holds most micro-batches."""
+        number = min(self.stages or ranks, ranks)
+        sizes = [end - start for start, end in pairwise(borders(layers, number))]
+        middle = {sizes[place]: place for place in range(number - 2, 0, -1)}
+        return {0, number - 1, *middle.values()}
 
     @property
     def needs(self) -> frozenset[Trait]:
@@ -95,6 +99,7 @@ class PipelineParallel(Strategy):
             prove(self._stages)
         require_own_parameters(self._stages)
         self._stages.keep(run.world.place("pipeline"))
+        gc.collect()  # layers of other stages, in cycles with what wraps their forwards
         return nn.Module.to(model, run.device)  # transformers' own refuses to move quantised weights
 
     def wrap_loss(self, loss: Loss, run: Run) -> Loss:
