@@ -55,7 +55,7 @@ class Estimate:
             card while there is room, and moves to the host page by page.
         managed_at_once: how much of it one update touches, which must be on the card then.
         gpus: cards that share the run; bytes are those of the one that needs most.
-        rank: which of them that is; 0 where all are alike.
+        rank: which of them that is; null: all are alike.
         sent_bytes: what that card sends to the others in an optimizer step.
         left_out: parts of the run that could not be followed, in words.
         rule: the tutorial's rule of thumb for the same run.
@@ -82,7 +82,7 @@ class Estimate:
     managed_bytes: int
     managed_at_once: int
     gpus: int
-    rank: int
+    rank: int | None
     sent_bytes: int
     left_out: list[str]
     rule: MemoryEstimate
@@ -211,7 +211,7 @@ def _of_rank(
         found.managed_bytes,
         found.managed_at_once,
         subject.gpus,
-        subject.rank,
+        subject.rank if len(subject.ranks) > 1 else None,
         0 if step is None else round(sum(total.sent_bytes for total in step.step().totals().values())),
         subject.left_out,
         _rule(seen[0], max(rows)),

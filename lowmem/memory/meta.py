@@ -200,7 +200,7 @@ def _masks() -> Iterator[None]:
         if position_ids.device.type != "meta":
             found: Tensor | None = real(position_ids)
             return found
-        if not getattr(position_ids, "holds_packed_rows", False):
+        if not getattr(position_ids.untyped_storage(), "holds_packed_rows", False):
             return None
         return torch.empty(position_ids.shape, dtype=torch.int64, device="meta")
 
@@ -219,7 +219,8 @@ def _positions() -> Iterator[None]:
         moved = real(batch, device)
         if device.type == "meta" and "position_ids" in batch:
             restarts = bool((batch["position_ids"].diff(dim=-1) != 1).any())
-            moved["position_ids"].holds_packed_rows = restarts  # type: ignore[attr-defined]
+            # on the storage, which micro-batches that are cut from a batch share
+            moved["position_ids"].untyped_storage().holds_packed_rows = restarts  # type: ignore[attr-defined]
         return moved
 
     with patch.object(batches, "_move", move):
