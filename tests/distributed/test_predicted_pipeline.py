@@ -5,17 +5,23 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from test_plan import save_config
 from test_predicted_bytes import TRIES, WITHIN, model, numbers
 from two_processes import in_processes
 
 from lowmem import DDP, GradientAccumulation, GradientCheckpointing, LoRA, Packing, PipelineParallel, Strategy, Trainer
-from lowmem.memory.depth import StepWork
+from lowmem.config import ModelConfig
+from lowmem.memory.depth import StepWork, figures
+from lowmem.memory.depth import traced as traced_fully
+from lowmem.memory.estimate import estimate
 from lowmem.memory.meta import _random_states as random_states_are_seen
 from lowmem.memory.meter import tensors_by_category
-from lowmem.memory.predict import record, without_collections
+from lowmem.memory.predict import judge, record, without_collections
+from lowmem.memory.subject import Subject, model_config
 from lowmem.memory.trace import Trace
 from lowmem.memory.work import Work
 
@@ -141,7 +147,22 @@ def test_masks_of_packed_rows_are_foreseen() -> None:
         ranks=2,
         rank=1,
     )
-    assert any(storage.shape[-2:] == (80, 80) for storage in trace.storages)
+    assert any(storage.shape == (1, 1, 80, 80) for storage in trace.storages)
+
+
+def test_an_estimate_is_of_the_stage_that_needs_most(tmp_path: Path) -> None:
+    """With a wide vocabulary that is the last one, by its logits; its figures are those of two shallow traces."""
+    config = save_config(tmp_path, vocab_size=50_000)
+    source, strategies = ModelConfig(str(config)), [PipelineParallel(stages=2), LoRA(r=4)]
+    run = replace(Subject.of_config(model_config(source), source, NUMBERS, strategies), gpus=2)
+    found = estimate(run, lengths=LENGTHS, band=False)
+    alone = [judge(replace(run, rank=rank).trace(LENGTHS, whole=True), expandable=True) for rank in (0, 1)]
+    assert found.rank == 1
+    assert found.peak_allocated_bytes == alone[1].peak_allocated_bytes > alone[0].peak_allocated_bytes
+    assert estimate(replace(run, gpus=1), band=False).rank is None
+    near, whole = figures(run, LENGTHS), traced_fully(replace(run, rank=1), LENGTHS, None)
+    assert near.allocated == pytest.approx(whole.allocated, rel=0.005)
+    assert near.sent_bytes == pytest.approx(whole.sent_bytes, rel=1e-6)
 
 
 def test_ranks_that_are_looked_at() -> None:

@@ -92,7 +92,7 @@ def sum_gradients(parameters: Iterable[nn.Parameter], world: World, bucket_bytes
             bucket.append(gradients.pop(0))
         flat = torch.cat([g.flatten() for g in bucket])
         dist.all_reduce(flat, group=world.group("data"))
-        for g, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+        for g, part in zip(bucket, torch.split(flat, [g.numel() for g in bucket]), strict=True):
             g.copy_(part.view_as(g))
 
 
