@@ -1414,6 +1414,44 @@ def fused(report: Report, size: Size, length: int) -> None:
         raise NotRunError("liger_kernel not installed: nothing was run with fused kernels")
 
 
+# -- 15: several cards ------------------------------------------------------------------------------------------------
+
+
+def on_all_cards(report: Report, size: Size, engine: str) -> None:
+    """An engine on all cards (NCCL), full and LoRA: the losses of one process; tokens/s and bytes of every rank."""
+    import distributed
+    import torch
+
+    if engine not in distributed.engines(quick=False):
+        raise NotRunError("deepspeed not installed")
+    cards = torch.cuda.device_count() if on_cuda() else 2
+    if cards < 2:
+        raise NotRunError("one card, and NCCL wants one for every process")
+    report.facts["processes"] = cards
+    lines: list[list[object]] = []
+    wrong: list[str] = []
+    for kind in distributed.SETS:
+        alone = distributed.run("one process", kind, 1, tiny=size is TINY)
+        ranks = distributed.run(engine, kind, cards, tiny=size is TINY)
+        off = distributed.off_by(alone, ranks)
+        if off > distributed.OFF_BY:
+            wrong.append(f"{kind}: the loss is off by {off:.2g}")
+        report.facts[kind] = {
+            "loss_off_by": off,
+            "tokens_per_second": ranks[0]["tokens_per_second"],
+            "alone": alone[0]["tokens_per_second"],
+        }
+        if on_cuda():
+            report.bytes[f"one process, {kind}"] = alone[0]["peak_bytes"]
+            report.bytes |= {f"rank {n}, {kind}": rank["peak_bytes"] for n, rank in enumerate(ranks)}
+        lines.append(
+            [kind, f"{alone[0]['tokens_per_second']:,.0f}", f"{ranks[0]['tokens_per_second']:,.0f}", f"{off:.2g}"]
+        )
+    report.tables.append(table([f"{engine}, {cards} processes", "tokens/s alone", "tokens/s", "loss off by"], lines))
+    require(not wrong, "; ".join(wrong))
+    need_cuda()
+
+
 # -- the table --------------------------------------------------------------------------------------------------------
 
 
@@ -1427,7 +1465,18 @@ def at(length: int, run: Callable[[Report, Size, int], None]) -> Callable[[Repor
     return check
 
 
+def by(engine: str) -> Callable[[Report, Size], None]:
+    """A check of one engine."""
+
+    def check(report: Report, size: Size) -> None:
+        on_all_cards(report, size, engine)
+
+    check.__doc__ = f"{engine}. {on_all_cards.__doc__}"
+    return check
+
+
 LORA = ("peft", "bitsandbytes")
+ENGINES = ("ddp", "fsdp_2", "tensor_parallel", "pipeline_parallel", "deepspeed_zero")
 RUN_FOLDER = ("datasets", "bitsandbytes", "peft")  # a run folder notes the versions of all three
 
 CHECKS = (
@@ -1444,6 +1493,7 @@ CHECKS = (
     Check("packing_sdpa", packing_sdpa, 10),
     Check("pinned", pinned, 10),
     Check("resume", resume, 30, RUN_FOLDER),
+    *(Check(f"cards_{engine}", by(engine), 60, LORA) for engine in ENGINES),  # on one card they take no time
     Check("chunked_bytes", chunked_bytes, 20, LORA),
     Check("checkpointing_bytes", checkpointing_bytes, 20, LORA),
     Check("ledger", ledger, 15, LORA),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
 import signal
@@ -84,6 +85,7 @@ class World:
             except (RuntimeError, ValueError) as error:
                 text = " ".join(str(error).split())[:200]
                 raise UserError(f"rank {rank} of {size} could not join the others: {text}") from error
+            atexit.register(leave)  # gloo's threads may hold tensors, and would end an interpreter that goes by SIGABRT
         return world
 
     # -- arrangement --------------------------------------------------------------------------------------------------
@@ -303,6 +305,6 @@ def _timeout() -> float:
 
 
 def leave() -> None:
-    """Part from the other processes, at the end of a command."""
+    """Part from the other processes, at the end of a command or of the interpreter."""
     if dist.is_initialized():
         dist.destroy_process_group()

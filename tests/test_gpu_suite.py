@@ -73,6 +73,19 @@ def test_long_rows_and_fused_kernels_on_a_cpu(tmp_path: Path) -> None:
     assert all(checks["fused_4k"]["bytes"][f"predicted, {case}"] > 0 for case in cases)
 
 
+@pytest.mark.slow
+def test_several_cards_on_a_cpu(tmp_path: Path) -> None:
+    out = tmp_path / "suite.json"
+    done = run_suite("--device", "cpu", "--tiny", "--only", "cards_ddp,cards_tensor", "--out", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    checks = json.loads(out.read_text(encoding="utf-8"))["checks"]
+    assert {(check["status"], check["reason"]) for check in checks} == {("not run", "no CUDA")}
+    for check in checks:
+        assert check["facts"]["processes"] == 2
+        assert all(check["facts"][kind]["loss_off_by"] <= 1e-4 for kind in ("full", "lora"))
+        assert check["bytes"] == {}  # nothing was measured
+
+
 def suite() -> Any:
     spec = importlib.util.spec_from_file_location("gpu_suite_here", SCRIPT)
     assert spec is not None

@@ -101,3 +101,30 @@ def test_an_interrupt_saves_on_all_ranks(folder: Path) -> None:
     assert running.returncode == 130, said
     assert "Traceback" not in said
     assert list((folder / "out").glob("checkpoint-*")), said
+
+
+SCRIPT = """
+import atexit
+import sys
+
+import torch.distributed as dist
+
+atexit.register(lambda: print("still joined:", dist.is_initialized(), flush=True))  # what is registered last goes first
+from transformers import AutoModelForCausalLM
+
+from lowmem import DDP, Trainer, TrainingConfig
+
+model = AutoModelForCausalLM.from_pretrained("model")
+rows = [{"input_ids": [1, 2, 3, i]} for i in range(8)]
+Trainer(model, rows, training=TrainingConfig(batch_size=4, max_steps=2), strategies=[DDP()]).train()
+"""
+
+
+def test_a_script_of_its_own_parts_from_the_others_before_it_ends(folder: Path) -> None:
+    """Python that goes while gloo's threads hold tensors may be aborted."""
+    (folder / "script.py").write_text(SCRIPT, encoding="utf-8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=200, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("still joined: False") == 2, ended.stdout

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import multiprocessing
 import os
 import pickle
 import socket
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from new_process import FORKSERVER
 
 SHARED = "LOWMEM_TESTS_SHARED"  # a folder of all workers of this run of pytest
 _SECONDS = 300
@@ -55,13 +55,12 @@ def in_processes(
 
 
 def _in_processes(function: Callable[..., Any], arguments: Any, number: int, seconds: float) -> list[Any]:
-    context = multiprocessing.get_context("spawn")
-    results: Any = context.SimpleQueue()
+    results: Any = FORKSERVER.SimpleQueue()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     workers = [
-        context.Process(target=_work, args=(function, arguments, rank, number, port, results, sys.path), daemon=True)
+        FORKSERVER.Process(target=_work, args=(function, arguments, rank, number, port, results, sys.path), daemon=True)
         for rank in range(number)
     ]
     for worker in workers:
