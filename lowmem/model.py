@@ -25,7 +25,8 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     Raises:
         UserError: no list of like layers is found.
     """
-    lists = [list(m) for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) and _is_layer(m[0])]
+    # any: of a stage of a pipeline the first layers may be elsewhere
+    lists = [list(m) for m in model.modules() if isinstance(m, nn.ModuleList) and any(map(_is_layer, m))]
     if not lists:
         raise UserError(f"{type(unwrapped(model)).__name__}: no list of decoder layers found")
     return max(lists, key=len)

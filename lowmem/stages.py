@@ -1,4 +1,4 @@
-"""A model cut into stages of layers: what each rank of a pipeline keeps, and the proof that they make the model."""
+"""A model cut into stages of layers: what each rank of a pipeline keeps, and how it runs."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowmem.embeddings import new_token_ids
 from lowmem.errors import UserError
-from lowmem.model import blocks, call, decoder, hidden_states, norms_beside, unwrapped
+from lowmem.model import blocks, decoder, hidden_states, norms_beside, unwrapped
 
-_TOKENS = 8  # of the proof
+_TOKENS = 8  # of a trial
 
 
 class Stages:
@@ -27,6 +26,7 @@ class Stages:
 
     Attributes:
         place: the stage that has been kept; null while the model is whole.
+        outputs: length of the tuple that a layer returns; 0: a tensor alone.
 
     Raises:
         UserError: fewer layers than stages, or a model whose ends are unknown.
@@ -44,11 +44,11 @@ class Stages:
         self.head: nn.Module | None = inner.get_output_embeddings()
         if number > len(self.layers):
             raise UserError(f"pipeline_parallel.stages: {number}, and the model has {len(self.layers)} layers")
-        self.borders = [len(self.layers) * i // number for i in range(number + 1)]
+        self.borders = borders(len(self.layers), number)
         table = next(module for module in self.embedding.modules() if isinstance(module, nn.Embedding))
         self.width = table.embedding_dim
         self._received = _Received(self.width, table.weight.dtype)
-        self._tuples = 0
+        self.outputs = 0
 
     def run(self, inputs: dict[str, Tensor], hidden: Tensor | None) -> Tensor:
         """Hidden states (rows, length, width) behind the layers of this stage, which is not the last.
@@ -76,11 +76,21 @@ class Stages:
         self.model.eval()
         try:
             with torch.no_grad():
-                return self.run(_few(next(self.model.parameters()).device), None).dtype
+                return self.run(few_tokens(next(self.model.parameters()).device), None).dtype
         finally:
             self.model.train(training)
 
     # -- cutting ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def only(self, place: int) -> Iterator[None]:
+        """Inside, the model is this stage."""
+        replaced = self._cut(place)
+        try:
+            yield
+        finally:
+            for parent, name, child in replaced:
+                parent._modules[name] = child
 
     def keep(self, place: int) -> None:
         """Let go of all that other stages compute."""
@@ -93,11 +103,12 @@ class Stages:
                     if id(parameter) in tied:
                         delattr(module, name)
                         module.register_buffer(name, parameter.detach(), persistent=False)
+        del self.layers, self.norms, self.embedding, self.head  # which would keep the weights of other stages
 
     def _cut(self, place: int) -> list[tuple[nn.Module, str, nn.Module]]:
         first, last = self.borders[place], self.borders[place + 1]
         away: dict[int, nn.Module] = {
-            id(layer): _Elsewhere(layer, self._tuples)
+            id(layer): _Elsewhere(layer, self.outputs)
             for number, layer in enumerate(self.layers)
             if not first <= number < last
         }
@@ -116,83 +127,10 @@ class Stages:
             parent._modules[name] = away[id(child)]
         return replaced
 
-    # -- checks -------------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def prove(self) -> None:
-        """One stage after another gives the logits of the whole model, on a few tokens.
-
-        Raises:
-            UserError: it does not, so there is more between embedding and head than is known.
-        """
-        few = _few(next(self.model.parameters()).device)
-        training = self.model.training
-        self.model.eval()
-        seen = self.layers[0].register_forward_hook(self._look)
-        try:
-            expected = call(self.model, few)
-            seen.remove()
-            got, why = self._chain(few, expected), "other logits"
-        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
-            got, why = None, " ".join(str(error).split())[:120]
-        finally:
-            seen.remove()
-            self.model.train(training)
-        same = got is not None and got.shape == expected.shape and torch.allclose(got, expected, 1e-3, 1e-4, True)
-        if not same:
-            raise UserError(
-                f"pipeline_parallel: {type(unwrapped(self.model)).__name__} does more between its embedding and its "
-                f"head than its layers and a norm ({why}), so it cannot be cut into stages; use fsdp_2 or ddp"
-            )
-
-    def _chain(self, few: dict[str, Tensor], expected: Tensor) -> Tensor:
-        hidden: Tensor | None = None
-        for place in range(self.number):
-            replaced = self._cut(place)
-            try:
-                if place == self.number - 1 and hidden is not None:
-                    return self.finish(call, few, hidden)
-                hidden = self.run(few, hidden)
-            finally:
-                for parent, name, child in replaced:
-                    parent._modules[name] = child
-        return expected  # one stage
-
-    def _look(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self._tuples = len(output) if isinstance(output, tuple) else 0
-
-    def require_own_parameters(self) -> None:
-        """Every trained parameter belongs to one stage, and every stage has one.
-
-        Raises:
-            UserError: embedding and head are trained as one tensor, something is trained that all stages have, or a
-                stage has nothing to train.
-        """
-        trained = {id(p): name for name, p in self.model.named_parameters() if p.requires_grad}
-        holders: dict[int, list[int]] = {key: [] for key in trained}
-        for place in range(self.number):
-            replaced = self._cut(place)
-            for p in self.model.parameters():
-                if id(p) in holders:
-                    holders[id(p)].append(place)
-            for parent, name, child in replaced:
-                parent._modules[name] = child
-        for key, places in holders.items():
-            if len(places) != 1:
-                raise UserError(
-                    f"pipeline_parallel: {trained[key]} is trained, and stages {', '.join(map(str, places))} need it "
-                    "(an embedding that is tied to the head, say); freeze it (lora), or use fsdp_2 or ddp"
-                )
-        for place in range(self.number):
-            if not any(places == [place] for places in holders.values()):
-                layers = f"layers {self.borders[place]} to {self.borders[place + 1] - 1}"
-                raise UserError(f"pipeline_parallel: stage {place} ({layers}) has nothing to train; use fewer stages")
-        beside = [name for name in trained.values() if "modules_to_save" in name or "trainable_tokens" in name]
-        if beside or (hasattr(self.model, "peft_config") and new_token_ids(self.model)):
-            raise UserError(
-                f"pipeline_parallel: {(beside or ['a row of an added token'])[0]} belongs to the file of an adapter, "
-                "and so would weights of other stages; leave out modules_to_save and added tokens, or use fsdp_2 or ddp"
-            )
+def borders(layers: int, number: int) -> list[int]:
+    """The first layer of each of so many stages, and the number of layers."""
+    return [layers * i // number for i in range(number + 1)]
 
 
 class _Elsewhere(nn.Module):
@@ -236,5 +174,6 @@ class _Received(nn.Module):
         return torch.sin((input_ids + 1.0).unsqueeze(-1) * numbers).to(self.dtype)
 
 
-def _few(device: torch.device) -> dict[str, Tensor]:
+def few_tokens(device: torch.device) -> dict[str, Tensor]:
+    """A short row, to try something on."""
     return {"input_ids": torch.arange(1, _TOKENS + 1, device=device).unsqueeze(0)}

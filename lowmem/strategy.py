@@ -151,6 +151,10 @@ class Strategy:
         """
         return None
 
+    def ranks_apart(self, ranks: int, layers: int) -> Iterable[int]:
+        """The ranks, of so many, one of which needs most, with a model of so many layers; by default all are alike."""
+        return (0,)
+
     def configure(self, config: LoadConfig, run: Run) -> LoadConfig:
         """Before loading: how the model is loaded. Checks of the machine and of the training numbers live here."""
         return config

@@ -31,13 +31,13 @@ TIMEOUT = "LOWMEM_TIMEOUT"  # seconds that a rank waits for the others
 _TIMEOUT = 600.0
 
 
-_foreseen = [1]  # ranks of a run on the meta device; the last one counts
+_foreseen = [(1, 0)]  # ranks of a run on the meta device, and which of them it is; the last one counts
 
 
 @contextmanager
-def ranks_foreseen(number: int) -> Iterator[None]:
-    """Inside, a run on the meta device is that of rank 0 of so many."""
-    _foreseen.append(number)
+def ranks_foreseen(number: int, rank: int = 0) -> Iterator[None]:
+    """Inside, a run on the meta device is that of one rank of so many."""
+    _foreseen.append((number, rank))
     try:
         yield
     finally:
@@ -52,7 +52,7 @@ class World:
         rank: number of this process.
         size: processes in all.
         local_rank: number of this process on its machine, which is the number of its card.
-        device_type: `cuda` or `cpu`: what the processes compute with; `meta`: this is rank 0 of a prediction.
+        device_type: `cuda` or `cpu`: what the processes compute with; `meta`: this is a rank of a prediction.
         sizes: ranks along each dimension, as strategies have claimed them.
     """
 
@@ -71,7 +71,8 @@ class World:
             UserError: the others cannot be reached, or there are fewer cards than processes.
         """
         if device.type == "meta":
-            return cls(size=_foreseen[-1], device_type=device.type)
+            size, rank = _foreseen[-1]
+            return cls(rank, size, device_type=device.type)
         size = int(os.environ.get("WORLD_SIZE", "1"))
         if size == 1:
             return cls(device_type=device.type)
@@ -147,7 +148,7 @@ class World:
     def mesh(self) -> DeviceMesh:
         """All ranks, arranged; `mesh["data"]` and the like are its parts."""
         shape = tuple(self.group_size(name) for name in DIMENSIONS)
-        return _foreseen_mesh(shape) if self.device_type == "meta" else _mesh(self.device_type, shape)
+        return _foreseen_mesh(shape, self.rank) if self.device_type == "meta" else _mesh(self.device_type, shape)
 
     def group(self, dimension: str) -> Any:
         """The process group of this rank along a dimension."""
@@ -269,8 +270,8 @@ def _mesh(device_type: str, shape: tuple[int, ...]) -> DeviceMesh:
 
 
 @cache
-def _foreseen_mesh(shape: tuple[int, ...]) -> DeviceMesh:
-    """Of a run on the meta device, for which torch has no groups of its own."""
+def _foreseen_mesh(shape: tuple[int, ...], rank: int) -> DeviceMesh:
+    """Of a run on the meta device, for which torch has no groups of its own, as this rank sees it."""
     return _mesh("cpu", shape)
 
 

@@ -34,7 +34,7 @@ def estimate(
     seq_length: LengthOption = None,
     batch_size: BatchOption = None,
     gpu_memory: MemoryOption = None,
-    gpus: Annotated[int, typer.Option("--gpus", min=1, help="Cards that share the run, by its ddp or fsdp_2.")] = 1,
+    gpus: Annotated[int, typer.Option("--gpus", min=1, help="Cards that share the run, by its strategies.")] = 1,
     device: Annotated[str, typer.Option(help="cuda: as on a card; cpu: as on a CPU.")] = "cuda",
     expandable: ExpandableOption = True,
     data: Annotated[

@@ -68,7 +68,8 @@ def show_estimate(found: Estimate, card: int | None, asked: str, batch: str) -> 
         )
     _line("rows", batch)
     if found.gpus > 1:
-        _line("sent", f"{gib(found.sent_bytes)} from each card to the others in an optimizer step")
+        which = "each" if found.rank is None else "that"
+        _line("sent", f"{gib(found.sent_bytes)} from {which} card to the others in an optimizer step")
     place = f", {found.place}" if found.place else ""
     _line("peak", f"in phase {found.phase}{place}, at {operation(found.operation)}")
     parts = ", ".join(f"{gib(size)} {category}" for category, size in found.host_phases[found.host_phase].items())
@@ -97,6 +98,8 @@ def show_estimate(found: Estimate, card: int | None, asked: str, batch: str) -> 
 
 
 def _each(found: Estimate) -> str:
+    if found.rank is not None:
+        return f" on the card of rank {found.rank}, which of {found.gpus} needs most"
     return f" on each of {found.gpus} cards" if found.gpus > 1 else ""
 
 

@@ -9,7 +9,7 @@ it traces the full depth.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lowmem.memory.allocator import ROUND
@@ -61,12 +61,17 @@ class Figures:
 
 
 def figures(subject: Subject, lengths: Sequence[int]) -> Figures:
-    """A step of a run at its full depth, from two shallow traces where two are enough.
+    """A step of a run at its full depth, on the rank that needs most, from two shallow traces where two are enough.
 
     Args:
         subject: the run.
         lengths: tokens of each row of an optimizer batch.
     """
+    found = (_figures(replace(subject, rank=rank), lengths) for rank in subject.ranks)
+    return max(found, key=lambda one: one.allocated)
+
+
+def _figures(subject: Subject, lengths: Sequence[int]) -> Figures:
     depths = shallow_depths(subject)
     if depths is None:
         return traced(subject, lengths, None)

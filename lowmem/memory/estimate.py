@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from lowmem.errors import UserError
@@ -55,6 +55,7 @@ class Estimate:
             card while there is room, and moves to the host page by page.
         managed_at_once: how much of it one update touches, which must be on the card then.
         gpus: cards that share the run; bytes are those of the one that needs most.
+        rank: which of them that is; null: all are alike.
         sent_bytes: what that card sends to the others in an optimizer step.
         left_out: parts of the run that could not be followed, in words.
         rule: the tutorial's rule of thumb for the same run.
@@ -81,6 +82,7 @@ class Estimate:
     managed_bytes: int
     managed_at_once: int
     gpus: int
+    rank: int | None
     sent_bytes: int
     left_out: list[str]
     rule: MemoryEstimate
@@ -144,6 +146,29 @@ def estimate(
     rows = tuple(lengths) if lengths else (subject.training.max_length,) * subject.training.batch_size
     if subject.gpus > 1:
         rows = tuple(sorted(rows, reverse=True))  # the first card gets the longest
+    merged, most = merge_trace(subject), None
+    for rank in subject.ranks:
+        one = replace(subject, rank=rank)
+        found = _of_rank(one, rows, merged, device, expandable_segments, context_bytes, data_bytes, band)
+        if most is None or found[0].needed_bytes > most[0].needed_bytes:
+            most = found
+    assert most is not None
+    if trace is not None:
+        vars(trace).update(vars(most[1]))
+    return most[0]
+
+
+def _of_rank(
+    subject: Subject,
+    rows: tuple[int, ...],
+    merged: Trace | None,
+    device: Device,
+    expandable_segments: bool,
+    context_bytes: int,
+    data_bytes: int,
+    band: bool,
+) -> tuple[Estimate, Trace]:
+    """What the subject's rank will need, and what was recorded."""
     seen: list[Trainer] = []
     work = Work() if subject.gpus > 1 else None
     step = StepWork(work) if work is not None else None
@@ -154,10 +179,8 @@ def estimate(
             step.watch(trainer)
 
     full = subject.trace(rows, device, look=look, whole=True, work=work)
-    if trace is not None:
-        vars(trace).update(vars(full))
     found = judge(full, expandable=expandable_segments, vocabulary=subject.vocabulary)
-    on_host = host_ledgers(full, device, data_bytes, merge_trace(subject))
+    on_host = host_ledgers(full, device, data_bytes, merged)
     host_phase = max(on_host, key=lambda phase: sum(on_host[phase].values()))
     reserved = [found.peak_reserved_bytes]
     if device == "cuda" and band:
@@ -166,7 +189,7 @@ def estimate(
             for events in neighbours(subject, full, rows)
         ]
     slack = max(reserved) - sum(found.ledger.values())
-    return Estimate(
+    predicted = Estimate(
         subject.name,
         device,
         expandable_segments,
@@ -188,10 +211,12 @@ def estimate(
         found.managed_bytes,
         found.managed_at_once,
         subject.gpus,
+        subject.rank if len(subject.ranks) > 1 else None,
         0 if step is None else round(sum(total.sent_bytes for total in step.step().totals().values())),
         subject.left_out,
         _rule(seen[0], max(rows)),
     )
+    return predicted, full
 
 
 def _rule(trainer: Any, length: int) -> MemoryEstimate:

@@ -29,13 +29,13 @@ aten = torch.ops.aten
 
 
 @contextmanager
-def on_meta(device: Device = "cuda", ranks: int = 1) -> Iterator[None]:
+def on_meta(device: Device = "cuda", ranks: int = 1, rank: int = 0) -> Iterator[None]:
     """Inside, operations on meta tensors take the path that `device` would take.
 
     Args:
         device: `cuda`: flash or memory-efficient attention, foreach and fused optimizers, one-byte dropout masks;
             `cpu`: what torch does on a CPU.
-        ranks: processes that share the run, of which this is the first.
+        ranks, rank: processes that share the run, and which of them this is.
     """
     functional = torch.nn.functional
     real_attention = functional.scaled_dot_product_attention
@@ -49,7 +49,7 @@ def on_meta(device: Device = "cuda", ranks: int = 1) -> Iterator[None]:
         stack.enter_context(_flash_packages())
         stack.enter_context(_positions())
         stack.enter_context(meta_stands_for(device))
-        stack.enter_context(meta_ranks(ranks))
+        stack.enter_context(meta_ranks(ranks, rank))
         # tables that bitsandbytes makes once, on the device that asks first
         stack.enter_context(patch.dict(import_bitsandbytes().functional.name2qmap, clear=True))
         stack.enter_context(_optimizer_kernels("fused"))
@@ -200,7 +200,7 @@ def _masks() -> Iterator[None]:
         if position_ids.device.type != "meta":
             found: Tensor | None = real(position_ids)
             return found
-        if not getattr(position_ids, "holds_packed_rows", False):
+        if not getattr(position_ids.untyped_storage(), "holds_packed_rows", False):
             return None
         return torch.empty(position_ids.shape, dtype=torch.int64, device="meta")
 
@@ -219,7 +219,8 @@ def _positions() -> Iterator[None]:
         moved = real(batch, device)
         if device.type == "meta" and "position_ids" in batch:
             restarts = bool((batch["position_ids"].diff(dim=-1) != 1).any())
-            moved["position_ids"].holds_packed_rows = restarts  # type: ignore[attr-defined]
+            # on the storage, which micro-batches that are cut from a batch share
+            moved["position_ids"].untyped_storage().holds_packed_rows = restarts  # type: ignore[attr-defined]
         return moved
 
     with patch.object(batches, "_move", move):

@@ -15,8 +15,8 @@ from lowmem.world import ranks_foreseen
 
 
 @contextmanager
-def meta_ranks(number: int) -> Iterator[None]:
-    """Inside, a run on the meta device is that of rank 0 of `number`.
+def meta_ranks(number: int, rank: int = 0) -> Iterator[None]:
+    """Inside, a run on the meta device is that of one rank of `number`.
 
     Collective operations of torch's `fake` process group return at once, whatever the device of their tensors.
     """
@@ -25,8 +25,8 @@ def meta_ranks(number: int) -> Iterator[None]:
             yield
         return
     with ExitStack() as stack:
-        stack.enter_context(ranks_foreseen(number))
-        stack.enter_context(_fake_group(number))
+        stack.enter_context(ranks_foreseen(number, rank))
+        stack.enter_context(_fake_group(number, rank))
         stack.enter_context(meta_fsdp())
         stack.enter_context(_nothing_to_wait_for())
         stack.enter_context(warnings.catch_warnings())
@@ -44,11 +44,11 @@ def _nothing_to_wait_for() -> Iterator[None]:
         yield
 
 
-_groups: dict[int, Any] = {}  # number of ranks -> the group of all of them
+_groups: dict[tuple[int, int], Any] = {}  # number of ranks, and which one -> the group of all of them
 
 
 @contextmanager
-def _fake_group(number: int) -> Iterator[None]:
+def _fake_group(number: int, rank: int) -> Iterator[None]:
     """Inside, the world's process group is one of torch's that sends nothing; a real one stays what it is.
 
     Groups are kept: what torch remembers of operations on spread tensors leads back to the first mesh of its shape.
@@ -58,11 +58,11 @@ def _fake_group(number: int) -> Iterator[None]:
 
     c10d: Any = distributed_c10d
     before = c10d._world.default_pg
-    c10d._update_default_pg(_groups.get(number))
+    c10d._update_default_pg(_groups.get((number, rank)))
     try:
-        if number not in _groups:
-            c10d.init_process_group("fake", rank=0, world_size=number, store=vars(dist)["HashStore"]())
-            _groups[number] = c10d._world.default_pg
+        if (number, rank) not in _groups:
+            c10d.init_process_group("fake", rank=rank, world_size=number, store=vars(dist)["HashStore"]())
+            _groups[number, rank] = c10d._world.default_pg
         yield
     finally:
         c10d._update_default_pg(before)

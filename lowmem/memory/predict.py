@@ -23,7 +23,7 @@ from lowmem.memory.trace import Trace
 from lowmem.memory.work import Work
 from lowmem.model import blocks
 from lowmem.sharded import local
-from lowmem.strategy import Sample, Strategy
+from lowmem.strategy import ForwardBackward, Sample, Strategy
 
 if TYPE_CHECKING:
     from lowmem.trainer import Trainer
@@ -71,6 +71,7 @@ def record(
     work: Work | None = None,
     around: Around | None = None,
     ranks: int = 1,
+    rank: int = 0,
 ) -> Trace:
     """Two optimizer steps of the real trainer, loop and strategies, on rows of these lengths.
 
@@ -87,13 +88,13 @@ def record(
         look: is shown the trainer, built and not yet run.
         work: is shown every operation, for the time it would take.
         around: what the run does beside its steps; null: nothing.
-        ranks: processes that share the run; the record is of the first.
+        ranks, rank: processes that share the run, and which of them is recorded.
     """
     rows = [{"input_ids": torch.ones(length, dtype=torch.int32).numpy()} for length in lengths]
     numbers = replace(
         steps_alone(training), batch_size=len(rows), max_steps=2, max_length=max(training.max_length, *lengths)
     )
-    with without_collections(), on_meta(device, ranks), ExitStack() as active:
+    with without_collections(), on_meta(device, ranks, rank), ExitStack() as active:
         trace = Trace(device, work)
         if isinstance(model, nn.Module):
             trainer = _trainer(model, rows, numbers, strategies)
@@ -153,12 +154,21 @@ def _trainer(model: nn.Module, rows: Any, numbers: TrainingConfig, strategies: S
     from lowmem.trainer import Trainer
 
     class Brief(Trainer):
-        """Leaves out micro-batches that would show nothing new."""
+        """Leaves out micro-batches that would show nothing new; a loop of a strategy's own sees to that itself."""
 
         rows_per_pass = micro_batches = 0  # the most there were
 
+        def _wrap(self, method: str, part: Any) -> Any:
+            return super()._wrap(method, self._counted(part) if method == "wrap_forward_backward" else part)
+
+        def _counted(self, loop: ForwardBackward) -> ForwardBackward:
+            def counted(micro_batches: list[list[Sample]], divisor: float | Tensor) -> Tensor:
+                self.rows_per_pass = max(self.rows_per_pass, *map(len, micro_batches))
+                return loop(micro_batches, divisor)
+
+            return counted
+
         def _forward_backward(self, micro_batches: list[list[Sample]], divisor: float | Tensor) -> Tensor:
-            self.rows_per_pass = max(self.rows_per_pass, *map(len, micro_batches))
             self.micro_batches = max(self.micro_batches, len(micro_batches))
             kept = telling(micro_batches, most=1 if self.run.global_step == 0 else 2)
             return super()._forward_backward(kept, divisor)

@@ -54,7 +54,8 @@ class Subject:
         evaluation: tokens of each row of the largest evaluation batch; none: `eval_batch_size` rows of `max_length`,
             where `data` names rows to evaluate.
         answers: the prompts that are answered; null: what `data` names, where it can be read here.
-        gpus: cards that share the run, each with a process of its own; what is predicted is the first of them.
+        gpus: cards that share the run, each with a process (rank) of its own.
+        rank: which of them is traced.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Subject:
     answers: Answers | None = None
     evaluation: tuple[int, ...] = ()
     gpus: int = 1
+    rank: int = 0
 
     @classmethod
     def of(cls, recipe: Recipe) -> Subject:
@@ -169,10 +171,16 @@ class Subject:
         strategies = copy.deepcopy(list(self.strategies))
         if not whole:
             model = self.make_model(layers)
-            return record(model, self.training, strategies, device, lengths, look, work, ranks=self.gpus)
+            return record(model, self.training, strategies, device, lengths, look, work, None, self.gpus, self.rank)
         load = self.load
         loaded = self.make_model(layers) if load is None else lambda: load(layers, self.strategies, device)
-        return record(loaded, self.training, strategies, device, lengths, look, work, self.around, self.gpus)
+        return record(loaded, self.training, strategies, device, lengths, look, work, self.around, self.gpus, self.rank)
+
+    @property
+    def ranks(self) -> list[int]:
+        """Those that must be looked at to find the one that needs most."""
+        found = {rank for strategy in self.strategies for rank in strategy.ranks_apart(self.gpus, self.layers)}
+        return sorted(found | {0})
 
     @property
     def around(self) -> Around:

@@ -52,7 +52,7 @@ class Work:
         self.counts: dict[tuple[str, Cost], float] = dict(counts or {})
         self._known: dict[tuple[Any, ...], tuple[tuple[str, Cost], ...]] = {}
 
-    def see(self, func: Any, args: Any, kwargs: Any, result: Any, phase: str, times: int = 1) -> None:
+    def see(self, func: Any, args: Any, kwargs: Any, result: Any, phase: str, times: float = 1) -> None:
         """Count an operation.
 
         Args:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 _KEEPING: list[str] = []
 _CALLED: list[str] = []
-_TIMES: ContextVar[int] = ContextVar("times", default=1)
+_TIMES: ContextVar[float] = ContextVar("times", default=1)
 
 
 def place_now() -> str | None:
@@ -20,7 +20,7 @@ def place_now() -> str | None:
     return _KEEPING[-1] if _KEEPING else None
 
 
-def times_now() -> int:
+def times_now() -> float:
     """How often what runs now would run."""
     return _TIMES.get()
 
@@ -69,6 +69,16 @@ def called(label: str) -> Iterator[None]:
         _CALLED.pop()
 
 
+@contextmanager
+def repeated(times: float) -> Iterator[None]:
+    """Inside, what runs stands for as many times as much."""
+    token = _TIMES.set(_TIMES.get() * times)
+    try:
+        yield
+    finally:
+        _TIMES.reset(token)
+
+
 def starts(length: int, step: int, device: torch.device) -> Iterator[int]:
     """Where slices begin.
 
@@ -79,9 +89,6 @@ def starts(length: int, step: int, device: torch.device) -> Iterator[int]:
         yield from every
         return
     yield every[0]
-    token = _TIMES.set(_TIMES.get() * (len(every) - 2))
-    try:
+    with repeated(len(every) - 2):
         yield every[1]
-    finally:
-        _TIMES.reset(token)
     yield every[-1]

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowmem.loss import IGNORE
@@ -74,7 +75,11 @@ def sum_gradients(parameters: Iterable[nn.Parameter], world: World, bucket_bytes
         bucket_bytes: as many gradients as fit into it are sent together.
     """
     trained = list(parameters)
-    there = torch.tensor([float(p.grad is not None) for p in trained], device=trained[0].device)
+    if world.group_size("data") == 1:
+        return
+    # a prediction has no numbers to ask for: there the other ranks have what this one has
+    device = torch.device("cpu") if world.is_silent else trained[0].device
+    there = torch.tensor([float(p.grad is not None) for p in trained], device=device)
     anywhere = world.sum(there, "data").tolist()
     gradients = list[Tensor]()
     for p, ranks in zip(trained, anywhere, strict=True):
@@ -86,8 +91,8 @@ def sum_gradients(parameters: Iterable[nn.Parameter], world: World, bucket_bytes
         while gradients and gradients[0].dtype == bucket[0].dtype and _bytes([*bucket, gradients[0]]) <= bucket_bytes:
             bucket.append(gradients.pop(0))
         flat = torch.cat([g.flatten() for g in bucket])
-        parts = torch.split(world.sum(flat, "data"), [g.numel() for g in bucket])
-        for g, part in zip(bucket, parts, strict=True):
+        dist.all_reduce(flat, group=world.group("data"))
+        for g, part in zip(bucket, torch.split(flat, [g.numel() for g in bucket]), strict=True):
             g.copy_(part.view_as(g))
 
 

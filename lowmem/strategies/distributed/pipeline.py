@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, ClassVar, Literal
@@ -14,9 +16,12 @@ from lowmem.batches import to_device
 from lowmem.config import LoadConfig
 from lowmem.errors import UserError
 from lowmem.model import takes_one_row
-from lowmem.run import Run
-from lowmem.stages import Stages
+from lowmem.ops.without_data import keeping
+from lowmem.run import Run, device_kind
+from lowmem.stage_checks import prove, require_own_parameters
+from lowmem.stages import Stages, borders
 from lowmem.strategies.distributed.data_parallel import without_targets
+from lowmem.strategies.distributed.pipeline_without_data import few_stand_for_all
 from lowmem.strategy import Loss, Sample, Stage, Strategy, Trait
 
 
@@ -38,8 +43,6 @@ class PipelineParallel(Strategy):
     slot: ClassVar[str | None] = "pipeline"
     saves: ClassVar[str] = "weights, gradients and states: every rank has those of its layers"
     costs: ClassVar[str] = "stages wait for one another at both ends of a pass; hidden states are sent twice"
-    predictable: ClassVar[bool] = False  # stages differ, and a prediction follows the first rank alone
-    period = 1
     remedy: ClassVar[str] = "drop it, or use ddp, which keeps all layers together"
 
     stages: int | None = None
@@ -50,6 +53,18 @@ class PipelineParallel(Strategy):
     def __post_init__(self) -> None:
         if self.stages is not None and self.stages < 1:
             raise UserError("pipeline_parallel.stages: counts from 1")
+
+    @property
+    def period(self) -> int | None:
+        """A layer more for every stage."""
+        return self.stages
+
+    def ranks_apart(self, ranks: int, layers: int) -> Iterable[int]:
+        """Both ends; of stages between them with as many layers the first, which holds most micro-batches."""
+        number = min(self.stages or ranks, ranks)
+        sizes = [end - start for start, end in pairwise(borders(layers, number))]
+        middle = {sizes[place]: place for place in range(number - 2, 0, -1)}
+        return {0, number - 1, *middle.values()}
 
     @property
     def needs(self) -> frozenset[Trait]:
@@ -66,22 +81,25 @@ class PipelineParallel(Strategy):
     def configure(self, config: LoadConfig, run: Run) -> LoadConfig:
         if run.world.size == 1:
             return config
-        if run.device.type == "meta":
-            raise UserError(f"{self.name}: what its stages need is not predicted; estimate it without --gpus")
         if self.stages is None:
             run.world.claim_rest("pipeline", self.name)
         else:
             run.world.claim("pipeline", self.stages, self.name)
+        if run.world.group_size("pipeline") == 1:
+            return config
         # cut on the host: no card ever holds the whole model
-        return config if run.world.group_size("pipeline") == 1 else replace(config, device="cpu", on_host=True)
+        here = config.device if run.device.type == "meta" else "cpu"
+        return replace(config, device=here, on_host=device_kind(run.device) == "cuda")
 
     def wrap_model(self, model: nn.Module, run: Run) -> nn.Module:
         if run.world.group_size("pipeline") == 1:
             return model
         self._stages = Stages(model, run.world.group_size("pipeline"))
-        self._stages.prove()
-        self._stages.require_own_parameters()
+        with keeping("host"):
+            prove(self._stages)
+        require_own_parameters(self._stages)
         self._stages.keep(run.world.place("pipeline"))
+        gc.collect()  # layers of other stages, in cycles with what wraps their forwards
         return nn.Module.to(model, run.device)  # transformers' own refuses to move quantised weights
 
     def wrap_loss(self, loss: Loss, run: Run) -> Loss:
@@ -114,24 +132,29 @@ class PipelineParallel(Strategy):
         rows, length = batch["input_ids"].shape
         shape, train = (rows // number, length, stages.width), torch.is_grad_enabled()
         is_first, is_last = place == 0, place == stages.number - 1
-        between = [torch.empty(shape, dtype=dtype, device="meta", requires_grad=True) for dtype in self._dtypes]
+        with keeping("nowhere"):
+            between = [torch.empty(shape, dtype=dtype, device="meta", requires_grad=True) for dtype in self._dtypes]
+            scalar = torch.empty((), device="meta", requires_grad=True)
         engine = PipelineStage(
             stage,
             place,
             stages.number,
             run.device,
             input_args=batch["input_ids"][: shape[0]].to("meta") if is_first else between[place - 1],
-            output_args=torch.empty((), device="meta", requires_grad=True) if is_last else between[place],
+            output_args=scalar if is_last else between[place],
             group=run.world.group("pipeline"),
         )
         alternating = self.schedule == "1f1b" and train and number >= stages.number
         kind: Any = Schedule1F1B if alternating else ScheduleGPipe  # with fewer micro-batches they are the same
-        schedule = kind(engine, number, loss_fn=_is_the_loss, scale_grads=False)
+        in_brief = few_stand_for_all(engine, number, alternating=alternating, train=train)
         losses: list[Tensor] = []
-        go: Callable[..., Any] = schedule.step if train else schedule.eval
-        ids = [batch["input_ids"]] if is_first else []
         try:
-            go(*ids, target=batch["labels"] if is_last else None, losses=losses, return_outputs=False, **batch)
+            with in_brief if run.device.type == "meta" else nullcontext(number) as few:
+                batch = {name: tensor[: few * shape[0]] for name, tensor in batch.items()}
+                schedule = kind(engine, few, loss_fn=_is_the_loss, scale_grads=False)
+                go: Callable[..., Any] = schedule.step if train else schedule.eval
+                ids = [batch["input_ids"]] if is_first else []
+                go(*ids, target=batch["labels"] if is_last else None, losses=losses, return_outputs=False, **batch)
         except RuntimeError as error:
             if error.__cause__ is None:
                 raise
@@ -179,7 +202,7 @@ def _dtypes_between(stages: Stages, run: Run) -> list[torch.dtype]:
     found = list[torch.dtype]()
     for place in range(stages.number - 1):
         mine = None
-        if stages.place == place:
+        if stages.place == place or run.world.is_silent:  # where nobody tells, other stages do as this one
             with run.autocast():
                 mine = stages.dtype_behind()
         found += [next(dtype for dtype in run.world.from_all(mine) if dtype is not None)]
