@@ -26,13 +26,26 @@ PICTURE = ROOT / "docs" / "images" / "several-gpus.png"
 CARDS = (1, 2, 4, 8)
 ROWS, TOKENS = 8, 1024
 TRAINED = {
-    "full": ["strategies.pure_bf16={}"],
-    "LoRA": ["strategies.lora={r: 16, lora_alpha: 32, target_modules: all-linear}"],
+    "full": ["model.dtype=float32", "strategies.mixed_precision={}"],
+    "LoRA": [
+        "model.dtype=bfloat16",
+        "strategies.mixed_precision={}",
+        "strategies.lora={r: 16, lora_alpha: 32, target_modules: all-linear}",
+    ],
 }
-ENGINES = ("ddp", "fsdp_2")
+# in the tutorial's order: data, pipeline, tensor, ZeRO
+ENGINES = {
+    "ddp": "strategies.ddp={}",
+    "pipeline_parallel": "strategies.pipeline_parallel={}",
+    "tensor_parallel": "strategies.tensor_parallel={}",
+    "deepspeed_zero, stage 1": "strategies.deepspeed_zero={zero_stage: 1}",
+    "deepspeed_zero, stage 2": "strategies.deepspeed_zero={zero_stage: 2}",
+    "deepspeed_zero, stage 3": "strategies.deepspeed_zero={zero_stage: 3}",
+    "fsdp_2": "strategies.fsdp_2={}",
+}
+ALIKE = ("deepspeed_zero, stage 1", "deepspeed_zero, stage 2")  # of what adapters train, a part or the whole is little
 COMMON = [
     "model.name_or_path=solar-10.7b",
-    "model.dtype=bfloat16",
     f"training.batch_size={ROWS}",
     f"training.max_length={TOKENS}",
     "strategies.gradient_checkpointing={}",
@@ -42,7 +55,7 @@ COMMON = [
 
 def predicted(trained: str, engine: str, cards: int) -> Estimate:
     """The run on so many cards; on one there is nothing to share."""
-    more = [f"strategies.{engine}={{}}"] if cards > 1 else []
+    more = [ENGINES[engine]] if cards > 1 else []
     run = Subject.of(recipe_from_overrides([*COMMON, *TRAINED[trained], *more]))
     return estimate(replace(run, gpus=cards), band=False)
 
@@ -79,7 +92,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = ["| " + " | ".join(head) + " |", "|---|---" + "|---:" * (len(head) - 2) + "|"]
     for found in rows:
         groups = in_groups(found["ledger"])
-        cells = [found["trained"], f"`{found['engine']}`" if found["cards"] > 1 else "one card", str(found["cards"])]
+        name, _, stage = found["engine"].partition(",")
+        cells = [found["trained"], f"`{name}`{stage}" if found["cards"] > 1 else "one card", str(found["cards"])]
         cells += [f"{size / GIB:.2f}" for size in groups.values()]
         cells += [f"**{found['reserved_bytes'] / GIB:.2f}**", f"{found['sent_bytes'] / GIB:.2f}"]
         lines.append("| " + " | ".join(cells) + " |")
@@ -90,14 +104,14 @@ def draw(rows: list[dict[str, Any]]) -> None:
     """Bars of what a card holds."""
     names = ordered({name for found in rows for name, size in found["ledger"].items() if size >= GIB / 20})
     shades = colours(names)
-    figure = new_figure(9.5, 6.4)
+    figure = new_figure(9.5, 11.0)
     titles(
         figure,
         "SOLAR 10.7B on 1, 2, 4 and 8 cards: what each card holds",
         f"predicted at the peak; {ROWS} rows of {TOKENS:,} tokens per optimizer step, one row at a time",
     )
     for number, trained in enumerate(TRAINED):
-        axes = figure.add_axes((0.16, 0.58 - 0.42 * number, 0.8, 0.27))
+        axes = figure.add_axes((0.24, (0.5, 0.1)[number], 0.72, (0.4, 0.31)[number]))
         tidy(axes)
         shown = [found for found in rows if found["trained"] == trained][::-1]
         places = range(len(shown))
@@ -107,7 +121,7 @@ def draw(rows: list[dict[str, Any]]) -> None:
             axes.barh(places, sizes, left=left, color=shades[name], height=0.72)
             left = [a + b for a, b in zip(left, sizes, strict=True)]
         for place, end in zip(places, left, strict=True):
-            axes.text(end, place, f" {end:.1f}", va="center", fontsize=8.5, color=INK)
+            axes.text(end, place, f" {end:.1f}", va="center", fontsize=8, color=INK)
         words = [f"{found['engine']}, {found['cards']}" if found["cards"] > 1 else "one card" for found in shown]
         axes.set_yticks(list(places), words)
         axes.set_title(f"{trained}: GiB on each card", loc="left", fontsize=10, color=SOFT)
@@ -120,7 +134,7 @@ def main() -> int:
     for trained in TRAINED:
         for engine in ENGINES:
             for cards in CARDS:
-                if cards == 1 and engine != ENGINES[0]:
+                if (cards == 1 and engine != "ddp") or (trained == "LoRA" and engine in ALIKE):
                     continue
                 rows.append(row(trained, engine, cards, predicted(trained, engine, cards)))
                 print(trained, engine, cards, f"{rows[-1]['reserved_bytes'] / GIB:.2f} GiB", flush=True)

@@ -294,7 +294,10 @@ def test_all_worlds_end_the_same_and_say_the_same(straight):
     close(straight[4], straight[1])
 
 
-@pytest.mark.parametrize(("origin", "size"), [(2, 1), (4, 1), (4, 2), (1, 4)])
+MORE = [pytest.param(*pair, marks=pytest.mark.slow) for pair in ((4, 2), (1, 4))]
+
+
+@pytest.mark.parametrize(("origin", "size"), [(2, 1), (4, 1), *MORE])
 def test_a_run_goes_on_in_another_world(folder, straight, origin, size):
     arguments = (str(folder), origin)
     found = went_on(*arguments) if size == 1 else in_processes(went_on, *arguments, number=size)[0]
