@@ -363,7 +363,7 @@ def test_what_is_dear_is_chosen_where_nothing_else_fits(tmp_path: Path, monkeypa
     from lowmem.memory import plan as planner
 
     folder = str(save_config(tmp_path, num_hidden_layers=3))
-    keep = {**FEW, "checkpointing": ["every layer", "every layer, inputs on the host"], "loss": ["in chunks"]}
+    keep = {**FEW, "checkpointing": ["every layer"], "loss": ["in chunks"]}
 
     def few(numbers: TrainingConfig, *_: Any, further: bool = False, **__: Any) -> tuple[Axis, ...]:
         return small_axes(numbers, keep, ["lora"], further)
@@ -383,6 +383,25 @@ def test_what_is_dear_is_chosen_where_nothing_else_fits(tmp_path: Path, monkeypa
     assert dear[0].seconds >= plain.seconds
     with pytest.raises(NothingFitsError, match="--host-memory"):
         plan(folder, least - MIB, host_memory=MIB, **asked)
+
+
+def test_what_a_model_refuses_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lowmem import TiledMLP
+
+    def refuse(self: Any, model: Any, run: Any) -> Any:
+        if hasattr(model, "peft_config"):
+            raise UserError("tiled_mlp: no such MLP")
+        return model
+
+    monkeypatch.setattr(TiledMLP, "wrap_model", refuse)
+    found = problem(str(save_config(tmp_path)), "24GiB", training=NUMBERS, further=True)
+    (layers,) = (axis for axis in found.axes if axis.name == "layers")
+    assert [(option.name, option.methods) for option in layers.options] == [
+        ("whole", ("full", "lora", "qlora")),
+        ("MLP in slices", ("full",)),
+        ("layers in slices", ("full", "lora", "qlora")),
+    ]
+    assert not any("tiled_mlp" in c.settings() and "lora" in c.settings() for c in Costs(found).choices)
 
 
 @pytest.mark.slow  # about a minute

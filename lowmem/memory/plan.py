@@ -21,6 +21,7 @@ from lowmem.memory.search import METHODS, Axis, axes_for
 from lowmem.memory.shapes import shape_config
 from lowmem.memory.side_by_side import can_fork, side_by_side
 from lowmem.memory.subject import model_config
+from lowmem.memory.usable import usable
 from lowmem.schema import nearest
 from lowmem.sizes import parse_size
 
@@ -158,7 +159,7 @@ def problem(
     speed, capacity = _card(gpu_memory, gpu)
     half = "bfloat16" if speed.compute_capability >= (8, 0) else "float16"
     configs = cache(lambda dtype: model_config(replace(named, dtype=dtype)))
-    return Problem(
+    found = Problem(
         configs,
         replace(named, name_or_path=_trainable_name(named.name_or_path, configs("auto"))),
         numbers,
@@ -168,6 +169,7 @@ def problem(
         axes if axes is not None else axes_for(numbers, half, _methods(method), gpus=gpus, further=further),  # type: ignore[arg-type]
         gpus,
     )
+    return usable(found) if further and axes is None else found
 
 
 def _card(gpu_memory: int | str | None, gpu: str | None) -> tuple[Card, int]:

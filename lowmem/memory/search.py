@@ -33,6 +33,7 @@ class Option:
         gives_up: what is no longer as in plain training, one phrase each.
         methods: the methods it makes a difference to.
         half: the 16-bit dtypes of cards on which it runs.
+        may_be_refused: for some models its strategies are.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Option:
     gives_up: tuple[str, ...] = ()
     methods: tuple[str, ...] = METHODS
     half: tuple[Half, ...] = ("bfloat16", "float16")
+    may_be_refused: bool = False
 
 
 @dataclass(frozen=True)
@@ -228,7 +230,9 @@ _FURTHER = (
         "checkpointing",
         (
             Option("every layer", {"gradient_checkpointing": {}}),
-            Option("every layer, inputs on the host", {"gradient_checkpointing": {"offload": "cpu"}}),
+            Option(
+                "every layer, inputs on the host", {"gradient_checkpointing": {"offload": "cpu"}}, may_be_refused=True
+            ),
         ),
         per_row=True,
     ),
@@ -237,8 +241,8 @@ _FURTHER = (
         "layers",
         (
             Option("whole"),
-            Option("MLP in slices", {"tiled_mlp": {}}),
-            Option("layers in slices", {"chunked_layers": {}}),
+            Option("MLP in slices", {"tiled_mlp": {}}, may_be_refused=True),
+            Option("layers in slices", {"chunked_layers": {}}, may_be_refused=True),
         ),
         per_row=True,
     ),
@@ -246,7 +250,7 @@ _FURTHER = (
         "frozen weights",
         (
             Option("weights on the card"),
-            Option("weights on the host", {"streamed_weights": {}}, methods=("lora", "qlora")),
+            Option("weights on the host", {"streamed_weights": {}}, methods=("lora", "qlora"), may_be_refused=True),
         ),
         at_rest=True,
     ),
