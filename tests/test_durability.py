@@ -75,7 +75,7 @@ def kill_at_a_time(place: Path, name: str, straight, draw: random.Random) -> str
     return f"{moment:.3f} s"
 
 
-@pytest.mark.parametrize("name", KILLED_SETS)
+@pytest.mark.parametrize("name", [pytest.param(KILLED_SETS[0], marks=pytest.mark.slow), *KILLED_SETS[1:]])
 @pytest.mark.parametrize("kill", [kill_at_a_line, kill_in_a_save])
 def test_killed_once_equals_uninterrupted(tmp_path, straight, name, kill):
     draw = random.Random(f"{name} {kill.__name__}")

@@ -49,6 +49,7 @@ def test_a_small_part_on_a_cpu(tmp_path: Path) -> None:
     assert "not run: ladder (no CUDA)" in done.stdout
 
 
+@pytest.mark.slow
 def test_long_rows_and_fused_kernels_on_a_cpu(tmp_path: Path) -> None:
     """The recipe for long rows, transformers and peft beside it, and fused kernels: all of it but the card's bytes."""
     out = tmp_path / "suite.json"

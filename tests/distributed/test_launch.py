@@ -89,6 +89,7 @@ def test_a_rank_that_dies_is_named_and_the_run_goes_on_later(folder: Path) -> No
     assert json.loads((folder / "out" / "result.json").read_text(encoding="utf-8"))["steps"] == 4
 
 
+@pytest.mark.slow
 def test_an_interrupt_saves_on_all_ranks(folder: Path) -> None:
     running = start(folder, "recipe.yaml", "training.max_steps=100000", "training.save_steps=100000")
     metrics, latest = folder / "out" / "metrics.jsonl", time.monotonic() + 120
@@ -120,6 +121,7 @@ Trainer(model, rows, training=TrainingConfig(batch_size=4, max_steps=2), strateg
 """
 
 
+@pytest.mark.slow
 def test_a_script_of_its_own_parts_from_the_others_before_it_ends(folder: Path) -> None:
     """Python that goes while gloo's threads hold tensors may be aborted."""
     (folder / "script.py").write_text(SCRIPT, encoding="utf-8")

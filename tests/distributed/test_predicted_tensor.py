@@ -124,6 +124,7 @@ def test_a_rank_holds_what_was_predicted(case: str) -> None:
     assert abs(predicted(case, 2) / max(measured) - 1) <= WITHIN
 
 
+@pytest.mark.slow  # four processes
 @pytest.mark.parametrize("case", TWO_DIMENSIONS)
 def test_so_it_is_in_two_dimensions(case: str) -> None:
     found = in_processes(some_on_four, number=4, seconds=400)  # which the tests of the engine have started

@@ -209,6 +209,7 @@ def test_two_processes_equal_one(two, one, case):
         equal(two[rank][case], one[case])
 
 
+@pytest.mark.slow  # four processes; runs of four that go on elsewhere are tested every time
 @pytest.mark.parametrize("case", ON_FOUR)
 def test_parts_of_layers_and_of_rows_equal_one(four, one, case):
     for rank in range(4):
@@ -224,15 +225,24 @@ def test_what_is_whole_stays_the_same_on_all_ranks(two, case):
 
 
 @pytest.mark.parametrize("case", ["plain", "lora"])
-def test_every_rank_holds_its_part(two, four, case):
+def test_every_rank_holds_its_part(two, case):
+    for rank in (0, 1):
+        assert two[rank][case]["bytes"] == in_parts(two, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["plain", "lora"])
+def test_every_rank_of_four_holds_its_part(two, four, case):
+    for rank in range(4):
+        assert four[rank][case]["bytes"] == pytest.approx(in_parts(two, case) / 2, rel=0.02)
+
+
+def in_parts(two, case) -> float:
+    """Bytes of the weights, of which the layers are halved."""
     weights = [(n, w.nbytes) for n, w in two[0][case]["weights"].items()]
     cut = {n for n, _ in weights} - two[0][case]["whole here"].keys()
-    in_parts = sum(size / 2 if name in cut else size for name, size in weights)
     assert len(cut) == (14 if case == "plain" else 28), "seven layers, and a matrix of LoRA beside each, in two blocks"
-    for rank in (0, 1):
-        assert two[rank][case]["bytes"] == in_parts
-    for rank in range(4):
-        assert four[rank][case]["bytes"] == pytest.approx(in_parts / 2, rel=0.02)
+    return sum(size / 2 if name in cut else size for name, size in weights)
 
 
 def test_the_weights_moved_far_beyond_the_tolerance(one):
