@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from lowmem import Trainer, TrainingConfig
 from lowmem.cli import app
+from lowmem.cli.plan import _notes
 from lowmem.errors import UserError
 from lowmem.memory.choose import MARGIN, Plan, Search, needed
 from lowmem.memory.depth import figures, shallow_depths, traced
@@ -381,6 +382,9 @@ def test_what_is_dear_is_chosen_where_nothing_else_fits(tmp_path: Path, monkeypa
     assert dear[0].needed_bytes <= least - MIB
     assert dear[0].problem.host == planner.HOST_BYTES
     assert dear[0].seconds >= plain.seconds
+    assert "64 GiB of the host's memory" in " ".join(_notes(LONG, dear[0], host_assumed=True))
+    assert not _notes(LONG, dear[0], host_assumed=False)
+    assert not _notes(LONG, plain, host_assumed=True)
     with pytest.raises(NothingFitsError, match="--host-memory"):
         plan(folder, least - MIB, host_memory=MIB, **asked)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from conftest import make_llama
+from held import most_held, rows_of
 from two_processes import in_processes
 
 from lowmem import (
@@ -23,14 +23,10 @@ from lowmem import (
     TrainingConfig,
 )
 from lowmem.memory.depth import StepWork
-from lowmem.memory.meta import _random_states as random_states_are_seen
-from lowmem.memory.meter import tensors_by_category
-from lowmem.memory.predict import record, without_collections
-from lowmem.memory.trace import Trace
+from lowmem.memory.predict import record
 from lowmem.memory.work import Work
 
 WITHIN = 0.03
-TRIES = 2  # gloo's threads may hold what was sent for a moment longer; the run does not need it
 LENGTHS = (40, 32, 40, 36)
 ENGINES: dict[str, Callable[[], list[Strategy]]] = {
     "ddp": lambda: [DDP()],
@@ -66,21 +62,12 @@ def model(device: str) -> Any:
 
 
 def live_bytes(cases: list[tuple[str, str, str]]) -> list[int]:
-    """The most that lives at once on this rank during two steps, of each case; every storage counts with its size."""
-
-    rows = [{"input_ids": [(7 * i + 3 * j * j) % 499 for j in range(n)]} for i, n in enumerate(LENGTHS)]
-    return [min(_live_bytes(case, rows) for _ in range(TRIES)) for case in cases]
-
-
-def _live_bytes(case: tuple[str, str, str], rows: list[dict[str, list[int]]]) -> int:
-    gc.collect()
-    trainer = Trainer(model("cpu"), rows, training=numbers(), strategies=strategies(case))
-    with without_collections(), random_states_are_seen(), Trace("cpu") as trace:
-        for _, tensors in tensors_by_category(trainer):
-            for tensor in tensors:
-                trace.see(tensor)
-        trainer.train()
-    return trace.peak()[0]
+    """The most that lives at once on this rank during two steps, of each case."""
+    rows = rows_of(LENGTHS)
+    return [
+        most_held(lambda case=case: Trainer(model("cpu"), rows, training=numbers(), strategies=strategies(case)))  # type: ignore[misc]
+        for case in cases
+    ]
 
 
 def foreseen_inside(cases: list[tuple[str, str, str]]) -> list[int]:

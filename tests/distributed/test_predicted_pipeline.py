@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from held import most_held, rows_of
 from test_plan import save_config
-from test_predicted_bytes import TRIES, WITHIN, model, numbers
+from test_predicted_bytes import TRAINED, WITHIN, model, numbers
 from two_processes import in_processes
 
 from lowmem import DDP, GradientAccumulation, GradientCheckpointing, LoRA, Packing, PipelineParallel, Strategy, Trainer
@@ -18,18 +18,12 @@ from lowmem.config import ModelConfig
 from lowmem.memory.depth import StepWork, figures
 from lowmem.memory.depth import traced as traced_fully
 from lowmem.memory.estimate import estimate
-from lowmem.memory.meta import _random_states as random_states_are_seen
-from lowmem.memory.meter import tensors_by_category
-from lowmem.memory.predict import judge, record, without_collections
+from lowmem.memory.predict import judge, record
 from lowmem.memory.subject import Subject, model_config
 from lowmem.memory.trace import Trace
 from lowmem.memory.work import Work
 
 LENGTHS = (40, 32, 40, 36, 40, 24, 40)  # more micro-batches than a prediction runs under 1F1B
-TRAINED: dict[str, Callable[[], list[Strategy]]] = {
-    "full": list,
-    "lora": lambda: [LoRA(r=4, target_modules="all-linear")],
-}
 PASSES: dict[str, Callable[[], list[Strategy]]] = {
     "kept": list,
     "checkpointed": lambda: [GradientCheckpointing()],
@@ -52,20 +46,12 @@ def strategies(case: Case) -> list[Strategy]:
 
 
 def live_bytes(cases: list[Case]) -> list[int]:
-    """The most that lives at once on this rank during two steps, of each case; every storage counts with its size."""
-    rows = [{"input_ids": [(7 * i + 3 * j * j) % 499 for j in range(n)]} for i, n in enumerate(LENGTHS)]
-    return [min(_live_bytes(case, rows) for _ in range(TRIES)) for case in cases]
-
-
-def _live_bytes(case: Case, rows: list[dict[str, list[int]]]) -> int:
-    gc.collect()
-    trainer = Trainer(model("cpu"), rows, training=NUMBERS, strategies=strategies(case))
-    with without_collections(), random_states_are_seen(), Trace("cpu") as trace:
-        for _, tensors in tensors_by_category(trainer):
-            for tensor in tensors:
-                trace.see(tensor)
-        trainer.train()
-    return trace.peak()[0]
+    """The most that lives at once on this rank during two steps, of each case."""
+    rows = rows_of(LENGTHS)
+    return [
+        most_held(lambda case=case: Trainer(model("cpu"), rows, training=NUMBERS, strategies=strategies(case)))  # type: ignore[misc]
+        for case in cases
+    ]
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_llama
+from held import most_held, rows_of
 from test_plan import NUMBERS, save_config
 from test_tensor_parallel import make_olmo, make_opt, some_on_four
 from torch import nn
@@ -32,17 +32,14 @@ from lowmem import (
 from lowmem.config import ModelConfig
 from lowmem.memory.depth import StepWork, figures, traced
 from lowmem.memory.estimate import estimate
-from lowmem.memory.meta import _random_states as random_states_are_seen
 from lowmem.memory.meta import on_meta
-from lowmem.memory.meter import tensors_by_category
-from lowmem.memory.predict import record, without_collections
+from lowmem.memory.predict import record
 from lowmem.memory.subject import Subject, model_config
 from lowmem.memory.trace import Trace
 from lowmem.memory.work import Work
 from lowmem.world import World
 
 WITHIN = 0.03
-TRIES = 2  # gloo's threads may hold what was sent for a moment longer; the run does not need it
 LENGTHS = (40, 32, 40, 36)
 LAYERS = 2
 HIDDEN = 4 * 40 * 64 * 4  # bytes of the hidden states of all rows, padded, in float32
@@ -87,20 +84,13 @@ def engine(ranks: int) -> list[Strategy]:
 
 
 def live_bytes(cases: list[str], ranks: int) -> list[int]:
-    """The most that lives at once on this rank during two steps, of each case; every storage counts with its size."""
-    rows = [{"input_ids": [(7 * i + 3 * j * j) % 127 for j in range(n)]} for i, n in enumerate(LENGTHS)]
-    return [min(_live_bytes(case, ranks, rows) for _ in range(TRIES)) for case in cases]
+    """The most that lives at once on this rank during two steps, of each case."""
+    return [most_held(lambda case=case: trainer(case, ranks), _of_plain_tensors) for case in cases]  # type: ignore[misc]
 
 
-def _live_bytes(case: str, ranks: int, rows: list[dict[str, list[int]]]) -> int:
-    gc.collect()
-    trainer = Trainer(model(case, "cpu"), rows, training=numbers(), strategies=[*engine(ranks), *CASES[case]()])
-    with without_collections(), random_states_are_seen(), Trace("cpu") as trace:
-        for _, tensors in tensors_by_category(trainer):
-            for tensor in tensors:
-                trace.see(tensor)
-        trainer.train()
-    return _of_plain_tensors(trace).peak()[0]
+def trainer(case: str, ranks: int) -> Trainer:
+    strategies = [*engine(ranks), *CASES[case]()]
+    return Trainer(model(case, "cpu"), rows_of(LENGTHS, 127), training=numbers(), strategies=strategies)
 
 
 def _of_plain_tensors(trace: Trace) -> Trace:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -12,7 +11,9 @@ from unittest.mock import patch
 
 import pytest
 from conftest import make_rows, run_training
-from test_predicted_bytes import TRIES, model, numbers
+from held import most_held, rows_of
+from test_predicted_bytes import PASSES as PLAIN_PASSES
+from test_predicted_bytes import TRAINED, model, numbers
 from two_processes import in_processes
 
 from lowmem import (
@@ -20,18 +21,13 @@ from lowmem import (
     AdamW,
     ChunkedCrossEntropy,
     DeepSpeedZeRO,
-    GradientAccumulation,
     GradientCheckpointing,
-    LoRA,
     MixedPrecision,
     Strategy,
     Trainer,
 )
 from lowmem.memory.depth import StepWork
-from lowmem.memory.meta import _random_states as random_states_are_seen
-from lowmem.memory.meter import tensors_by_category
-from lowmem.memory.predict import record, without_collections
-from lowmem.memory.trace import Trace
+from lowmem.memory.predict import record
 from lowmem.memory.work import Work
 
 installed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
@@ -39,14 +35,8 @@ installed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, re
 Case = tuple[str, str, str]
 WITHIN = 0.005  # a message fetched ahead is 1.6 %
 LENGTHS = (40, 40, 36, 36)  # with one row at a time both ranks have rows of the same lengths
-TRAINED: dict[str, Callable[[], list[Strategy]]] = {
-    "full": list,
-    "lora": lambda: [LoRA(r=4, target_modules="all-linear")],
-}
 PASSES: dict[str, Callable[[], list[Strategy]]] = {
-    "at once": list,
-    "accumulated": lambda: [GradientAccumulation(micro_batch_size=1)],
-    "checkpointed": lambda: [GradientCheckpointing()],
+    **PLAIN_PASSES,
     "chunked loss": lambda: [GradientCheckpointing(), ChunkedCrossEntropy(chunk_size=16)],  # reads the head's weight
 }
 # By default, more weights than the model here has are kept for their next use.
@@ -98,20 +88,12 @@ def letting_go(case: Case) -> AbstractContextManager[Any]:
 
 def live_bytes(cases: list[Case]) -> list[int]:
     """The most that lives at once on this rank during two steps, of each case."""
-    return [min(_live_bytes(case) for _ in range(TRIES)) for case in cases]
+    return [most_held(lambda case=case: trainer(case)) for case in cases]  # type: ignore[misc]
 
 
-def _live_bytes(case: Case) -> int:
-    gc.collect()
-    rows = [{"input_ids": [(7 * i + 3 * j * j) % 499 for j in range(n)]} for i, n in enumerate(LENGTHS)]
+def trainer(case: Case) -> Trainer:
     with letting_go(case):
-        trainer = Trainer(model("cpu"), rows, training=numbers(), strategies=strategies(case))
-    with without_collections(), random_states_are_seen(), Trace("cpu") as trace:
-        for _, tensors in tensors_by_category(trainer):
-            for tensor in tensors:
-                trace.see(tensor)
-        trainer.train()
-    return trace.peak()[0]
+        return Trainer(model("cpu"), rows_of(LENGTHS), training=numbers(), strategies=strategies(case))
 
 
 def losses(engine: list[Strategy]) -> list[float]:
