@@ -86,6 +86,7 @@ class World:
                 text = " ".join(str(error).split())[:200]
                 raise UserError(f"rank {rank} of {size} could not join the others: {text}") from error
             atexit.register(leave)  # gloo's threads may hold tensors, and would end an interpreter that goes by SIGABRT
+            world.wait()  # a rank that goes on, and is refused, would cut off those that are still joining
         return world
 
     # -- arrangement --------------------------------------------------------------------------------------------------
@@ -148,7 +149,11 @@ class World:
     def mesh(self) -> DeviceMesh:
         """All ranks, arranged; `mesh["data"]` and the like are its parts."""
         shape = tuple(self.group_size(name) for name in DIMENSIONS)
-        return _foreseen_mesh(shape, self.rank) if self.device_type == "meta" else _mesh(self.device_type, shape)
+        if self.device_type == "meta":
+            return _foreseen_mesh(shape, self.rank)
+        mesh = _mesh(self.device_type, shape)
+        self.wait()  # as above: groups are connected one rank at a time
+        return mesh
 
     def group(self, dimension: str) -> Any:
         """The process group of this rank along a dimension."""

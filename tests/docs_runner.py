@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from two_processes import once
+
 ROOT = Path(__file__).parents[1]
 FENCE = re.compile(r"^( *)```([\w+-]*)[^\n]*\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 SHELLS = ("", "sh", "bash", "shell", "console")
@@ -252,21 +254,34 @@ def run_lowmem(command: Command) -> str:
     Raises:
         AssertionError: it did not end with 0.
     """
+    arguments = shortened(command.words[1:])
+    if arguments[0] in ("estimate", "waterfall") and is_large(arguments) and "--picture" not in arguments:
+        said: str = once(shlex.join(arguments), lambda: _invoked(command, arguments))  # the same on several pages
+    else:
+        said = _invoked(command, arguments)
+    if command.output:
+        Path(command.output).write_text(said, encoding="utf-8")
+    return said
+
+
+def _invoked(command: Command, arguments: list[str]) -> str:
     from typer.testing import CliRunner
 
     from lowmem.cli import app
     from lowmem.cli.train import with_resume_value
 
-    arguments = shortened(command.words[1:])
     result = CliRunner().invoke(app, with_resume_value(arguments), input=command.stdin or "")
     said = f"lowmem {shlex.join(arguments)}: exit code {result.exit_code}\n{result.output}"
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise AssertionError(said) from result.exception
     # without a command of the group: its help, which click ends with 2
     assert result.exit_code == 0 or not arguments, said
-    if command.output:
-        Path(command.output).write_text(result.output, encoding="utf-8")
     return str(result.output)
+
+
+def is_large(arguments: list[str]) -> bool:
+    """Whether it is about a recipe that comes with lowmem, of a large model."""
+    return any(word.startswith("solar-10.7b") for word in arguments)
 
 
 def shortened(arguments: list[str]) -> list[str]:
@@ -277,9 +292,10 @@ def shortened(arguments: list[str]) -> list[str]:
         result += [f"training.max_steps={steps}", "training.save_steps=1"]
         if "quickstart" in arguments:
             result.append("data.exact_match=heldout.jsonl")  # six answers instead of two hundred
-    large = any(word.startswith("solar-10.7b") for word in arguments)
-    if arguments[:1] in (["train"], ["data"], ["estimate"], ["waterfall"]) and large:
+    if arguments[:1] in (["train"], ["data"], ["estimate"], ["waterfall"]) and is_large(arguments):
         result.append("model.name_or_path=smollm2")
+        if "solar-10.7b-qlora-24gb-long" in arguments:
+            result.append("training.max_length=8192")
     if arguments[:1] == ["plan"] and "--gpus" in arguments:
         result += ["--method", "qlora"]  # one of three searches
     return result

@@ -98,7 +98,8 @@ def run(block: Block, page: str, space: dict) -> None:
         name = command.words[0]
         if name == "lowmem":
             if "--nproc" in command.words and page.startswith("docs/strategies"):  # several-gpus.md starts them
-                del command.words[command.words.index("--nproc") :][:2]
+                place = command.words.index("--nproc")
+                del command.words[place : place + 2]
             run_lowmem(command)
         elif name in CHECKED:
             CHECKED[name][0](command.words)

@@ -134,7 +134,9 @@ PARTNERS: dict[str, list[Callable[[], Strategy]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("partners", PARTNERS)
+@pytest.mark.parametrize(
+    "partners", [pytest.param(p, marks=[] if p in ("alone", "all") else pytest.mark.slow) for p in PARTNERS]
+)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_the_gradient_is_that_of_the_plain_loop(where: str, partners: str) -> None:
     """float64, uneven rows with weights, clipping: the weights, losses and norms are those of the run that has room."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,12 @@ CASES: dict[str, Make] = {
         EMA(decay=0.5),
     ],
 }
+# what the slow tests leave to them: each is part of `together`, or near to another case
+MORE = (
+    "lora, gradients as they are", "chunked loss", "ema", "slices", "tiles", "in backward", "float16",
+    "qwen, lora, slices", "olmo, lora",
+)  # fmt: skip
+EVERY = [pytest.param(case, marks=[pytest.mark.slow] if case in MORE else []) for case in CASES]
 ON_FOUR = ("plain", "gradients as they are", "lora", "accumulation", "qwen", "olmo", "together")
 HALVES = ("bfloat16", "float16")
 # In 16 bits nothing is scaled down: a norm with another last digit would change that of weights, and so their rounding.
@@ -168,8 +175,8 @@ def trained(engine: Make, case: str, *, halves: bool = False) -> dict[str, Any]:
     return {**found, "bytes": sum(p.nbytes for p in held)}
 
 
-def all_on_two() -> dict[str, Any]:
-    return {case: trained(lambda: [TensorParallel()], case) for case in CASES}
+def some_on_two(cases: list[str]) -> dict[str, Any]:
+    return {case: trained(lambda: [TensorParallel()], case) for case in cases}
 
 
 def some_on_four() -> dict[str, Any]:
@@ -179,15 +186,17 @@ def some_on_four() -> dict[str, Any]:
     return {**found, "live bytes": live_bytes(TWO_DIMENSIONS, 4)}
 
 
-@pytest.fixture(scope="module")
-def one() -> dict[str, Any]:
-    return {case: trained(list, case, halves=case in HALVES) for case in CASES}
+@cache
+def one(case: str) -> dict[str, Any]:
+    return trained(list, case, halves=case in HALVES)
 
 
-@pytest.fixture(scope="module")
-def two() -> list[dict[str, Any]]:
-    """All runs on two processes, which are started once."""
-    return in_processes(all_on_two, seconds=400)
+@cache
+def two(case: str) -> list[dict[str, Any]]:
+    """Runs on two processes, which are started once for all cases, and once more for the slow ones."""
+    slow = case in MORE
+    ranks = in_processes(some_on_two, [name for name in CASES if (name in MORE) == slow], seconds=400)
+    return [rank[case] for rank in ranks]
 
 
 @pytest.fixture(scope="module")
@@ -203,52 +212,53 @@ def equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
         np.testing.assert_allclose(found["weights"][name], weight, rtol=0, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_two_processes_equal_one(two, one, case):
-    for rank in (0, 1):
-        equal(two[rank][case], one[case])
+@pytest.mark.parametrize("case", EVERY)
+def test_two_processes_equal_one(case):
+    for found in two(case):
+        equal(found, one(case))
 
 
 @pytest.mark.slow  # four processes; runs of four that go on elsewhere are tested every time
 @pytest.mark.parametrize("case", ON_FOUR)
-def test_parts_of_layers_and_of_rows_equal_one(four, one, case):
+def test_parts_of_layers_and_of_rows_equal_one(four, case):
     for rank in range(4):
-        equal(four[rank][case], one[case])
+        equal(four[rank][case], one(case))
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_what_is_whole_stays_the_same_on_all_ranks(two, case):
-    first, second = (two[rank][case]["whole here"] for rank in (0, 1))
+@pytest.mark.parametrize("case", EVERY)
+def test_what_is_whole_stays_the_same_on_all_ranks(case):
+    first, second = (found["whole here"] for found in two(case))
     assert any("norm" in name for name in first)
     for name, weight in first.items():
         np.testing.assert_array_equal(second[name], weight, err_msg=name)
 
 
 @pytest.mark.parametrize("case", ["plain", "lora"])
-def test_every_rank_holds_its_part(two, case):
-    for rank in (0, 1):
-        assert two[rank][case]["bytes"] == in_parts(two, case)
+def test_every_rank_holds_its_part(case):
+    for found in two(case):
+        assert found["bytes"] == in_parts(case)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["plain", "lora"])
-def test_every_rank_of_four_holds_its_part(two, four, case):
+def test_every_rank_of_four_holds_its_part(four, case):
     for rank in range(4):
-        assert four[rank][case]["bytes"] == pytest.approx(in_parts(two, case) / 2, rel=0.02)
+        assert four[rank][case]["bytes"] == pytest.approx(in_parts(case) / 2, rel=0.02)
 
 
-def in_parts(two, case) -> float:
+def in_parts(case: str) -> float:
     """Bytes of the weights, of which the layers are halved."""
-    weights = [(n, w.nbytes) for n, w in two[0][case]["weights"].items()]
-    cut = {n for n, _ in weights} - two[0][case]["whole here"].keys()
+    found = two(case)[0]
+    weights = [(n, w.nbytes) for n, w in found["weights"].items()]
+    cut = {n for n, _ in weights} - found["whole here"].keys()
     assert len(cut) == (14 if case == "plain" else 28), "seven layers, and a matrix of LoRA beside each, in two blocks"
     return sum(size / 2 if name in cut else size for name, size in weights)
 
 
-def test_the_weights_moved_far_beyond_the_tolerance(one):
+def test_the_weights_moved_far_beyond_the_tolerance():
     start = dict(make_llama().named_parameters())
     for case in ("plain", "gradients as they are", "bfloat16", "float16"):
-        moved = max(np.abs(w - start[n].detach().numpy()).max() for n, w in one[case]["weights"].items())
+        moved = max(np.abs(w - start[n].detach().numpy()).max() for n, w in one(case)["weights"].items())
         assert moved > 1e-3, case
 
 
