@@ -82,11 +82,11 @@ class World:
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             try:
                 dist.init_process_group(backend, timeout=timedelta(seconds=_timeout()))
+                world.wait()  # a rank that goes on, and is refused, would cut off those that are still joining
             except (RuntimeError, ValueError) as error:
                 text = " ".join(str(error).split())[:200]
                 raise UserError(f"rank {rank} of {size} could not join the others: {text}") from error
             atexit.register(leave)  # gloo's threads may hold tensors, and would end an interpreter that goes by SIGABRT
-            world.wait()  # a rank that goes on, and is refused, would cut off those that are still joining
         return world
 
     # -- arrangement --------------------------------------------------------------------------------------------------
@@ -151,8 +151,9 @@ class World:
         shape = tuple(self.group_size(name) for name in DIMENSIONS)
         if self.device_type == "meta":
             return _foreseen_mesh(shape, self.rank)
-        mesh = _mesh(self.device_type, shape)
-        self.wait()  # as above: groups are connected one rank at a time
+        with self.explained():
+            mesh = _mesh(self.device_type, shape)
+            self.wait()  # its groups are connected one by one: as in `start`
         return mesh
 
     def group(self, dimension: str) -> Any:

@@ -255,7 +255,7 @@ def run_lowmem(command: Command) -> str:
         AssertionError: it did not end with 0.
     """
     arguments = shortened(command.words[1:])
-    if arguments[0] in ("estimate", "waterfall") and is_large(arguments) and "--picture" not in arguments:
+    if arguments[:1] in (["estimate"], ["waterfall"]) and is_large(arguments) and "--plot" not in arguments:
         said: str = once(shlex.join(arguments), lambda: _invoked(command, arguments))  # the same on several pages
     else:
         said = _invoked(command, arguments)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -314,3 +316,40 @@ def test_one_process_gets_a_notice_and_trains():
     run = run_training([FSDP2()])
     assert any("fsdp_2: one process, so nothing is shared" in text for text in run.result["notices"])
     assert run.losses == run_training([]).losses
+
+
+# -- joining ----------------------------------------------------------------------------------------------------------
+
+
+def joined_by() -> list[bool]:
+    """Whether both ranks were connected when this one could go on: with the group, and with its arrangement."""
+    import torch.distributed as dist
+
+    from lowmem import world
+    from lowmem.world import World
+
+    rank, mesh, group = int(os.environ["RANK"]), world._mesh, dist.init_process_group
+
+    def late(connect: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def connected(*args: Any, **kwargs: Any) -> Any:
+            found = connect(*args, **kwargs)
+            time.sleep(1.5 * rank)
+            world._store().set(f"{name} {rank}", "yes")
+            return found
+
+        return connected
+
+    def all_are(name: str) -> bool:
+        return bool(world._store().check([f"{name} 0", f"{name} 1"]))
+
+    dist.init_process_group, world._mesh = late(group, "group"), late(mesh, "mesh")
+    here = World.start(torch.device("cpu"))
+    found = [all_are("group")]
+    here.claim("data", 2, "ddp")
+    assert here.mesh.shape
+    return [*found, all_are("mesh")]
+
+
+def test_no_rank_goes_on_before_all_have_joined():
+    """It might be refused, and leave, while another is still connecting to it."""
+    assert in_processes(joined_by) == [[True, True], [True, True]]
