@@ -347,7 +347,9 @@ def joined_by() -> list[bool]:
     found = [all_are("group")]
     here.claim("data", 2, "ddp")
     assert here.mesh.shape
-    return [*found, all_are("mesh")]
+    found.append(all_are("mesh"))
+    here.wait()  # rank 0 keeps what `all_are` reads, and ends with this function
+    return found
 
 
 def test_no_rank_goes_on_before_all_have_joined():
