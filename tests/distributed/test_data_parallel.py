@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_llama, make_rows, make_trainer, run_training
-from two_processes import in_processes, once
+from two_processes import beside, in_processes, marked, once
 
 from lowmem import (
     DDP,
@@ -64,6 +65,9 @@ CASES: dict[str, Make] = {
         EMA(decay=0.5),
     ],
 }
+RUNS = [(engine, case) for engine in ENGINES for case in CASES]
+# each is part of `together`
+SLOW = [(engine, case) for engine in ENGINES for case in ("checkpointing", "packing", "chunked loss", "ema")]
 BATCH = 5  # and 11 rows: an odd number for two ranks, and at the end of an epoch a batch of one row
 LR = {"gradients as they are": 1.0, "bfloat16": 1.0, "float16": 1.0}
 
@@ -93,27 +97,25 @@ def trained(engine: Make, case: str) -> dict[str, Any]:
     return {**found, "bytes": sum(p.nbytes for p in held), "notices": run.result["notices"]}
 
 
-def trained_together() -> dict[tuple[str, str], Any]:
-    return {(name, case): trained(engine, case) for name, engine in ENGINES.items() for case in CASES}
+def trained_together(runs: list[tuple[str, str]]) -> dict[tuple[str, str], Any]:
+    return {run: trained(ENGINES[run[0]], run[1]) for run in runs}
 
 
-@pytest.fixture(scope="module")
-def two() -> list[dict[tuple[str, str], Any]]:
-    """All runs on two processes, which are started once."""
-    return in_processes(trained_together)
+def two(engine: str, case: str) -> list[dict[str, Any]]:
+    """What both ranks find; the quick runs share two processes, and the slow ones do."""
+    run = (engine, case)
+    return [rank[run] for rank in in_processes(trained_together, beside(run, RUNS, SLOW))]
 
 
-@pytest.fixture(scope="module")
-def one() -> dict[str, Any]:
-    return {case: trained(list, case) for case in CASES}
+@cache
+def one(case: str) -> dict[str, Any]:
+    return trained(list, case)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("engine", ENGINES)
-def test_two_processes_equal_one(two, one, engine, case):
-    expected = one[case]
-    for rank in (0, 1):
-        found = two[rank][engine, case]
+@pytest.mark.parametrize("run", marked(RUNS, SLOW))
+def test_two_processes_equal_one(run):
+    case, expected = run[1], one(run[1])
+    for rank, found in enumerate(two(*run)):
         for key in ("losses", "norms", "eval") if rank == 0 else ("eval",):  # observers are rank 0's
             np.testing.assert_allclose(found[key], expected[key], rtol=0, atol=1e-5 if case != "4 bits" else 1e-4)
         assert found["weights"].keys() == expected["weights"].keys()
@@ -121,19 +123,19 @@ def test_two_processes_equal_one(two, one, engine, case):
             np.testing.assert_allclose(found["weights"][name], weight, rtol=0, atol=1e-5, err_msg=name)
 
 
-def test_the_weights_moved_far_beyond_the_tolerance(one):
+def test_the_weights_moved_far_beyond_the_tolerance():
     start = dict(make_llama().named_parameters())
     for case in ("plain", "gradients as they are", "bfloat16"):
-        moved = max(np.abs(w - start[n].detach().numpy()).max() for n, w in one[case]["weights"].items())
+        moved = max(np.abs(w - start[n].detach().numpy()).max() for n, w in one(case)["weights"].items())
         assert moved > 1e-3, case
 
 
 @pytest.mark.parametrize("case", ["plain", "lora"])
-def test_fsdp_cuts_and_ddp_replicates(two, one, case):
-    everything = one[case]["bytes"]
+def test_fsdp_cuts_and_ddp_replicates(case):
+    everything = one(case)["bytes"]
     for rank in (0, 1):
-        assert two[rank]["ddp", case]["bytes"] == everything
-        assert two[rank]["fsdp_2", case]["bytes"] == pytest.approx(everything / 2, rel=0.01)
+        assert two("ddp", case)[rank]["bytes"] == everything
+        assert two("fsdp_2", case)[rank]["bytes"] == pytest.approx(everything / 2, rel=0.01)
 
 
 # -- weights that are rounded at random -------------------------------------------------------------------------------

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from conftest import make_llama
-from held import most_held, rows_of
+from held import is_held, most_held, rows_of
 from two_processes import in_processes
 
 from lowmem import (
@@ -26,6 +27,7 @@ from lowmem.memory.depth import StepWork
 from lowmem.memory.predict import record
 from lowmem.memory.work import Work
 
+Case = tuple[str, str, str]
 WITHIN = 0.03
 LENGTHS = (40, 32, 40, 36)
 ENGINES: dict[str, Callable[[], list[Strategy]]] = {
@@ -43,11 +45,13 @@ PASSES: dict[str, Callable[[], list[Strategy]]] = {
     "accumulated": lambda: [GradientAccumulation(micro_batch_size=1)],
     "checkpointed": lambda: [GradientCheckpointing()],
 }
-CASES = [(engine, trained, passes) for engine in ("ddp", "fsdp") for trained in TRAINED for passes in PASSES]
+CASES: list[Case] = [
+    (engine, trained, passes) for engine in ("ddp", "fsdp") for trained in TRAINED for passes in PASSES
+]
 CASES += [(engine, "full", "accumulated") for engine in ("fsdp, layers kept", "fsdp, bfloat16")]
 
 
-def strategies(case: tuple[str, str, str]) -> list[Strategy]:
+def strategies(case: Case) -> list[Strategy]:
     engine, trained, passes = case
     return [*ENGINES[engine](), *TRAINED[trained](), *PASSES[passes]()]
 
@@ -61,16 +65,15 @@ def model(device: str) -> Any:
         return make_llama(num_hidden_layers=4, hidden_size=64, intermediate_size=176, vocab_size=501)
 
 
-def live_bytes(cases: list[tuple[str, str, str]]) -> list[int]:
-    """The most that lives at once on this rank during two steps, of each case."""
+def live_bytes(cases: list[Case], number: int = 0) -> dict[Case, int]:
+    """The most that lives at once on this rank during two steps, of each case; the try of this number."""
     rows = rows_of(LENGTHS)
-    return [
-        most_held(lambda case=case: Trainer(model("cpu"), rows, training=numbers(), strategies=strategies(case)))  # type: ignore[misc]
-        for case in cases
-    ]
+    return {
+        case: most_held(Trainer(model("cpu"), rows, training=numbers(), strategies=strategies(case))) for case in cases
+    }
 
 
-def foreseen_inside(cases: list[tuple[str, str, str]]) -> list[int]:
+def foreseen_inside(cases: list[Case]) -> list[int]:
     """What a run of two processes predicts of itself; its own process group goes on as before."""
     rows = [{"input_ids": [1] * n} for n in LENGTHS]
     found = []
@@ -82,47 +85,32 @@ def foreseen_inside(cases: list[tuple[str, str, str]]) -> list[int]:
     return found
 
 
-def both(cases: list[tuple[str, str, str]]) -> tuple[list[int], list[int]]:
-    return live_bytes(cases), foreseen_inside(INSIDE)
+def measured(case: Case, number: int = 0) -> int:
+    """Of the rank that holds most."""
+    return max(found[case] for found in in_processes(live_bytes, CASES, number))
 
 
 INSIDE = [("ddp", "full", "at once"), ("fsdp", "lora", "accumulated")]
 
 
-@pytest.fixture(scope="module")
-def ranks() -> list[tuple[list[int], list[int]]]:
-    """What the two processes find."""
-    return in_processes(both, CASES)
-
-
-@pytest.fixture(scope="module")
-def measured(ranks: list[tuple[list[int], list[int]]]) -> dict[tuple[str, str, str], list[int]]:
-    """Of each case what both ranks hold."""
-    return dict(zip(CASES, map(list, zip(*(found[0] for found in ranks), strict=True)), strict=True))
-
-
-def test_a_run_of_two_foresees_one_of_two(ranks: list[tuple[list[int], list[int]]]) -> None:
-    for case, *seen in zip(INSIDE, *(found[1] for found in ranks), strict=True):
+def test_a_run_of_two_foresees_one_of_two() -> None:
+    for case, *seen in zip(INSIDE, *in_processes(foreseen_inside, INSIDE), strict=True):
         assert seen == [predicted(case)] * 2
 
 
-def predicted(case: tuple[str, str, str], ranks: int = 2) -> int:
+def predicted(case: Case, ranks: int = 2) -> int:
     return record(model("meta"), numbers(), strategies(case), "cpu", LENGTHS, ranks=ranks).peak()[0]
 
 
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
-def test_a_rank_holds_what_was_predicted(
-    case: tuple[str, str, str], measured: dict[tuple[str, str, str], list[int]]
-) -> None:
-    assert abs(predicted(case) / max(measured[case]) - 1) <= WITHIN
+def test_a_rank_holds_what_was_predicted(case: Case) -> None:
+    assert is_held(predicted(case), partial(measured, case), WITHIN)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case[2] == "at once"], ids=" ".join)
-def test_the_bound_tells_two_ranks_from_one(
-    case: tuple[str, str, str], measured: dict[tuple[str, str, str], list[int]]
-) -> None:
+def test_the_bound_tells_two_ranks_from_one(case: Case) -> None:
     alone = record(model("meta"), numbers(), strategies(case)[1:], "cpu", LENGTHS).peak()[0]
-    assert abs(alone / max(measured[case]) - 1) > 3 * WITHIN
+    assert abs(alone / measured(case) - 1) > 3 * WITHIN
 
 
 def at_rest(strategies: list[Strategy], ranks: int) -> int:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from held import most_held, rows_of
+from held import is_held, most_held, rows_of
 from test_plan import save_config
 from test_predicted_bytes import TRAINED, WITHIN, model, numbers
-from two_processes import in_processes
+from two_processes import beside, in_processes, marked
 
 from lowmem import DDP, GradientAccumulation, GradientCheckpointing, LoRA, Packing, PipelineParallel, Strategy, Trainer
 from lowmem.config import ModelConfig
@@ -32,6 +33,7 @@ Case = tuple[str, str, str]
 CASES: list[Case] = [
     (schedule, trained, passes) for schedule in ("1f1b", "gpipe") for trained in TRAINED for passes in PASSES
 ]
+SLOW = [case for case in CASES if case[0] == "gpipe" and case != ("gpipe", "full", "kept")]
 NUMBERS = replace(numbers(), batch_size=len(LENGTHS))
 
 
@@ -45,33 +47,33 @@ def strategies(case: Case) -> list[Strategy]:
     ]
 
 
-def live_bytes(cases: list[Case]) -> list[int]:
-    """The most that lives at once on this rank during two steps, of each case."""
+def live_bytes(cases: list[Case], number: int = 0) -> dict[Case, int]:
+    """The most that lives at once on this rank during two steps, of each case; the try of this number."""
     rows = rows_of(LENGTHS)
-    return [
-        most_held(lambda case=case: Trainer(model("cpu"), rows, training=NUMBERS, strategies=strategies(case)))  # type: ignore[misc]
-        for case in cases
-    ]
+    return {
+        case: most_held(Trainer(model("cpu"), rows, training=NUMBERS, strategies=strategies(case))) for case in cases
+    }
 
 
-@pytest.fixture(scope="module")
-def measured() -> dict[Case, list[int]]:
-    """Of each case what both stages hold."""
-    return dict(zip(CASES, map(list, zip(*in_processes(live_bytes, CASES), strict=True)), strict=True))
+def measured(case: Case, rank: int, number: int = 0) -> int:
+    """What a stage holds."""
+    return in_processes(live_bytes, beside(case, CASES, SLOW), number)[rank][case]
 
 
 def predicted(case: Case, rank: int) -> int:
     return record(model("meta"), NUMBERS, strategies(case), "cpu", LENGTHS, ranks=2, rank=rank).peak()[0]
 
 
-@pytest.mark.parametrize("case", CASES, ids=" ".join)
-def test_each_stage_holds_what_was_predicted(case: Case, measured: dict[Case, list[int]]) -> None:
-    for rank, held in enumerate(measured[case]):
-        assert abs(predicted(case, rank) / held - 1) <= WITHIN
+@pytest.mark.parametrize("case", marked(CASES, SLOW))
+def test_each_stage_holds_what_was_predicted(case: Case) -> None:
+    for rank in (0, 1):
+        assert is_held(predicted(case, rank), partial(measured, case, rank), WITHIN)
 
 
-def test_the_bound_tells_the_schedules_and_the_stages_apart(measured: dict[Case, list[int]]) -> None:
-    alternating, all_at_once = (measured[schedule, "full", "kept"] for schedule in ("1f1b", "gpipe"))
+def test_the_bound_tells_the_schedules_and_the_stages_apart() -> None:
+    alternating, all_at_once = (
+        [measured((schedule, "full", "kept"), rank) for rank in (0, 1)] for schedule in ("1f1b", "gpipe")
+    )
     for found, other in zip(alternating, all_at_once, strict=True):
         assert abs(found / other - 1) > 3 * WITHIN
     for first, last in (alternating, all_at_once):

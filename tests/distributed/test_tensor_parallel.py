@@ -14,7 +14,7 @@ import torch
 from conftest import make_llama, make_rows, make_trainer, run_training
 from torch import nn
 from torch.nn import functional
-from two_processes import in_processes, once
+from two_processes import beside, in_processes, marked, once
 
 from lowmem import (
     DDP,
@@ -141,12 +141,12 @@ CASES: dict[str, Make] = {
         EMA(decay=0.5),
     ],
 }
-# what the slow tests leave to them: each is part of `together`, or near to another case
-MORE = (
-    "lora, gradients as they are", "chunked loss", "ema", "slices", "tiles", "in backward", "float16",
-    "qwen, lora, slices", "olmo, lora",
+# each is part of `together`, or near to another case
+SLOW = (
+    "plain", "lora, gradients as they are", "accumulation", "checkpointing", "packing", "chunked loss", "ema",
+    "slices", "tiles", "in backward", "float16", "qwen, lora, slices", "olmo, lora",
 )  # fmt: skip
-EVERY = [pytest.param(case, marks=[pytest.mark.slow] if case in MORE else []) for case in CASES]
+EVERY = marked(CASES, SLOW)
 ON_FOUR = ("plain", "gradients as they are", "lora", "accumulation", "qwen", "olmo", "together")
 HALVES = ("bfloat16", "float16")
 # In 16 bits nothing is scaled down: a norm with another last digit would change that of weights, and so their rounding.
@@ -180,10 +180,11 @@ def some_on_two(cases: list[str]) -> dict[str, Any]:
 
 
 def some_on_four() -> dict[str, Any]:
+    from held import TRIES
     from test_predicted_tensor import TWO_DIMENSIONS, live_bytes  # it takes models from here
 
     found = {case: trained(lambda: [TensorParallel(size=2), FSDP2()], case) for case in ON_FOUR}
-    return {**found, "live bytes": live_bytes(TWO_DIMENSIONS, 4)}
+    return {**found, "live bytes": [live_bytes(TWO_DIMENSIONS, 4) for _ in range(TRIES)]}
 
 
 @cache
@@ -194,9 +195,7 @@ def one(case: str) -> dict[str, Any]:
 @cache
 def two(case: str) -> list[dict[str, Any]]:
     """Runs on two processes, which are started once for all cases, and once more for the slow ones."""
-    slow = case in MORE
-    ranks = in_processes(some_on_two, [name for name in CASES if (name in MORE) == slow], seconds=400)
-    return [rank[case] for rank in ranks]
+    return [rank[case] for rank in in_processes(some_on_two, beside(case, CASES, SLOW), seconds=400)]
 
 
 @pytest.fixture(scope="module")
@@ -233,14 +232,14 @@ def test_what_is_whole_stays_the_same_on_all_ranks(case):
         np.testing.assert_array_equal(second[name], weight, err_msg=name)
 
 
-@pytest.mark.parametrize("case", ["plain", "lora"])
+@pytest.mark.parametrize("case", ["gradients as they are", "lora"])
 def test_every_rank_holds_its_part(case):
     for found in two(case):
         assert found["bytes"] == in_parts(case)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["plain", "lora"])
+@pytest.mark.parametrize("case", ["gradients as they are", "lora"])
 def test_every_rank_of_four_holds_its_part(four, case):
     for rank in range(4):
         assert four[rank][case]["bytes"] == pytest.approx(in_parts(case) / 2, rel=0.02)
@@ -251,7 +250,7 @@ def in_parts(case: str) -> float:
     found = two(case)[0]
     weights = [(n, w.nbytes) for n, w in found["weights"].items()]
     cut = {n for n, _ in weights} - found["whole here"].keys()
-    assert len(cut) == (14 if case == "plain" else 28), "seven layers, and a matrix of LoRA beside each, in two blocks"
+    assert len(cut) == (28 if case == "lora" else 14), "seven layers, and a matrix of LoRA beside each, in two blocks"
     return sum(size / 2 if name in cut else size for name, size in weights)
 
 

@@ -13,10 +13,11 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from new_process import FORKSERVER
 
@@ -33,6 +34,21 @@ def once(name: str, make: Callable[[], Any]) -> Any:
             value = pickle.dumps(make())
             place.write_bytes(value)
     return pickle.loads(place.read_bytes())
+
+
+def marked(cases: Iterable[Any], slow: Collection[Any]) -> list[Any]:
+    """The cases as parameters of a test; those that the quick tests leave out are marked slow."""
+    return [
+        pytest.param(
+            case, id=case if isinstance(case, str) else " ".join(case), marks=[pytest.mark.slow] * (case in slow)
+        )
+        for case in cases
+    ]
+
+
+def beside(case: Any, cases: Iterable[Any], slow: Collection[Any]) -> list[Any]:
+    """The cases that run in the same processes as this one: the quick ones, or the slow ones."""
+    return [other for other in cases if (other in slow) == (case in slow)]
 
 
 def in_processes(
