@@ -6,7 +6,10 @@ What stands in for what a reader has:
   of bytes (`$LOWMEM_CACHE` points into the sandbox). No weights are downloaded.
 - Data files that pages speak of (`train.jsonl` and so on) lie in the sandbox, and so do the shipped recipes with their
   data, and a finished run at `out/run`, `out/solar`, `out/qlora`.
-- `lowmem train` lines are shortened to two steps (three with `--resume`), saved at every step.
+- `lowmem train` lines are shortened to two steps (three with `--resume`) of four rows, saved at every step, and run in
+  one process (tests/distributed/test_launch.py starts several). They predict no memory, which would take longer than they
+  do themselves: test_memory_check.py and test_comparison.py have that.
+- `lowmem waterfall` of a large model shows a small recipe instead; answers have eight tokens.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from two_processes import once
 
@@ -101,7 +105,8 @@ def fill(sandbox: Path) -> None:
         "logging_steps: 1, eval_steps: 1, output_dir: out/run}\n"
         "strategies: {quantization: {}, lora: {r: 4}}\n"
     )
-    (sandbox / "recipe.yaml").write_text(recipe, encoding="utf-8")
+    for name in ("recipe.yaml", "small.yaml"):
+        (sandbox / name).write_text(recipe, encoding="utf-8")
     with inside(sandbox):
         from lowmem import Trainer
 
@@ -255,7 +260,7 @@ def run_lowmem(command: Command) -> str:
         AssertionError: it did not end with 0.
     """
     arguments = shortened(command.words[1:])
-    if arguments[:1] in (["estimate"], ["waterfall"]) and is_large(arguments) and "--plot" not in arguments:
+    if arguments[:1] in (["estimate"], ["waterfall"]) and is_large(command.words) and "--plot" not in arguments:
         said: str = once(shlex.join(arguments), lambda: _invoked(command, arguments))  # the same on several pages
     else:
         said = _invoked(command, arguments)
@@ -270,13 +275,26 @@ def _invoked(command: Command, arguments: list[str]) -> str:
     from lowmem.cli import app
     from lowmem.cli.train import with_resume_value
 
-    result = CliRunner().invoke(app, with_resume_value(arguments), input=command.stdin or "")
+    with without_predictions() if arguments[:1] == ["train"] else contextlib.nullcontext():
+        result = CliRunner().invoke(app, with_resume_value(arguments), input=command.stdin or "")
     said = f"lowmem {shlex.join(arguments)}: exit code {result.exit_code}\n{result.output}"
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise AssertionError(said) from result.exception
     # without a command of the group: its help, which click ends with 2
     assert result.exit_code == 0 or not arguments, said
     return str(result.output)
+
+
+@contextlib.contextmanager
+def without_predictions() -> Iterator[None]:
+    from lowmem.memory.comparison import MemoryComparison
+    from lowmem.memory.guard import MemoryGuard
+
+    with (
+        patch.object(MemoryGuard, "check", lambda self, wanted: None),
+        patch.object(MemoryComparison, "__call__", lambda self, event: None),
+    ):
+        yield
 
 
 def is_large(arguments: list[str]) -> bool:
@@ -289,13 +307,16 @@ def shortened(arguments: list[str]) -> list[str]:
     result = list(arguments)
     if arguments[:1] == ["train"]:
         steps = 3 if "--resume" in arguments else 2
-        result += [f"training.max_steps={steps}", "training.save_steps=1"]
+        result += [f"training.max_steps={steps}", "training.save_steps=1", "training.batch_size=4"]
         if "quickstart" in arguments:
             result.append("data.exact_match=heldout.jsonl")  # six answers instead of two hundred
-    if arguments[:1] in (["train"], ["data"], ["estimate"], ["waterfall"]) and is_large(arguments):
+    if arguments[:1] in (["generate"], ["chat"]) and "--max-new-tokens" not in arguments:
+        result += ["--max-new-tokens", "8"]
+    if arguments[:1] == ["waterfall"] and is_large(arguments):
+        result[1] = "small.yaml"
+    elif arguments[:1] in (["train"], ["data"], ["estimate"]) and is_large(arguments):
         result.append("model.name_or_path=smollm2")
-        if "solar-10.7b-qlora-24gb-long" in arguments:
-            result.append("training.max_length=8192")
+        result += ["training.batch_size=4", "training.max_length=2048"]  # four passes are followed instead of sixteen
     if arguments[:1] == ["plan"] and "--gpus" in arguments:
         result += ["--method", "qlora"]  # one of three searches
     return result

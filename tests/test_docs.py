@@ -57,7 +57,7 @@ GIVEN = {
 # commands that only their check looks at, and the reason
 CHECKED = {
     "make": (check_make, "it would make an environment of its own"),
-    "torchrun": (check_launcher, "its processes are those of `lowmem train --nproc`, and one test starts them"),
+    "torchrun": (check_launcher, "its processes are those of `lowmem train --nproc`, which test_launch.py starts"),
     "accelerate": (check_launcher, "the same"),
     "pip": (check_pip, "it would install"),
     "python": (check_python, "scripts have tests of their own, or take an hour"),
@@ -97,7 +97,7 @@ def run(block: Block, page: str, space: dict) -> None:
     for command in commands(block):
         name = command.words[0]
         if name == "lowmem":
-            if "--nproc" in command.words and page.startswith("docs/strategies"):  # several-gpus.md starts them
+            if "--nproc" in command.words:
                 place = command.words.index("--nproc")
                 del command.words[place : place + 2]
             run_lowmem(command)

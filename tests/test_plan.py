@@ -360,6 +360,7 @@ FEW = {"precision": ["pure bfloat16"], "placement": ["step"], "optimizer": ["Ada
 LONG = TrainingConfig(batch_size=1, max_length=400)
 
 
+@pytest.mark.slow  # half a minute
 def test_what_is_dear_is_chosen_where_nothing_else_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lowmem.memory import plan as planner
 

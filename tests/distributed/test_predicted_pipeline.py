@@ -96,7 +96,7 @@ def traced(ranks: int, rank: int, *more: Strategy, rows: int = 8, **fields: Any)
 HIDDEN = 40 * 64 * 4
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("rows", [8, pytest.param(12, marks=pytest.mark.slow)])
 def test_hidden_states_go_forward_and_gradients_back(schedule: str, rows: int) -> None:
     sent = [traced(4, rank, schedule=schedule, rows=rows)[1] for rank in range(4)]
