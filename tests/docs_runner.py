@@ -7,8 +7,8 @@ What stands in for what a reader has:
 - Data files that pages speak of (`train.jsonl` and so on) lie in the sandbox, and so do the shipped recipes with their
   data, and a finished run at `out/run`, `out/solar`, `out/qlora`.
 - `lowmem train` lines are shortened to two steps (three with `--resume`) of four rows, saved at every step, and run in
-  one process (tests/distributed/test_launch.py starts several). They predict no memory, which would take longer than they
-  do themselves: test_memory_check.py and test_comparison.py have that.
+  one process (tests/distributed/test_launch.py starts several). They predict no memory, which would take longer than
+  they do themselves, and which test_memory_check.py has.
 - `lowmem waterfall` of a large model shows a small recipe instead; answers have eight tokens.
 """
 

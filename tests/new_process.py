@@ -7,7 +7,9 @@ import multiprocessing
 import os
 import resource
 import signal
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -47,6 +49,35 @@ def command(*arguments: str) -> None:
 
     sys.argv = ["lowmem", *arguments]
     main()
+
+
+def completed(
+    *arguments: str, cwd: Path | None = None, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """`lowmem ...` in a new process, as `subprocess.run` would leave it; what it says is read as UTF-8.
+
+    Args:
+        arguments: of the command.
+        cwd: the folder it stands in.
+        env: variables beside those of this process. How Python itself starts does not depend on them.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        said = [Path(folder, name) for name in ("stdout", "stderr")]
+        process = FORKSERVER.Process(
+            target=_completed, args=(arguments, cwd or Path.cwd(), {**os.environ, **(env or {})}, said)
+        )
+        process.start()
+        code = ended(process)
+        return subprocess.CompletedProcess(arguments, code, *(path.read_text(encoding="utf-8") for path in said))
+
+
+def _completed(arguments: tuple[str, ...], cwd: Path, env: dict[str, str], said: list[Path]) -> None:
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(cwd)
+    for stream, path in enumerate(said, 1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), stream)
+    _run(command, arguments, None)
 
 
 def with_peak(file: Path, job: Callable[..., Any], *arguments: Any) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from conftest import make_llama, make_rows
+from new_process import completed
 
 from lowmem import fetch as fetching
 from lowmem.cli.train import with_resume_value
@@ -44,6 +45,8 @@ def command(*arguments: str, **env: str) -> dict:
 
 
 def lowmem(*arguments: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+    if not env:  # which decides how Python starts
+        return completed(*arguments, cwd=cwd)
     return subprocess.run(
         **command(*arguments, **env), cwd=cwd, capture_output=True, encoding="utf-8", timeout=300, check=False
     )

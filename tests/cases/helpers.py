@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from new_process import completed
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -210,13 +211,14 @@ ONE_TARGET = [row(1, 2)]  # one row with one target token: the divisor is 1
 
 
 def cli(*arguments: str, cwd: Path | None = None, env: dict[str, str] | None = None) -> subprocess.CompletedProcess:
-    """`python -m lowmem ...` in a process of its own, without a hub and without colours."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "NO_COLOR": "1", "OMP_NUM_THREADS": "1", **(env or {})}
-    environment.pop("FORCE_COLOR", None)
-    return subprocess.run(
+    """`lowmem ...` in a process of its own, without a hub and without colours."""
+    colours = {"NO_COLOR": "1", "FORCE_COLOR": ""}
+    if not env:
+        return completed(*arguments, cwd=cwd, env=colours)
+    return subprocess.run(  # a package that is imported may look at them
         [sys.executable, "-m", "lowmem", *arguments],
         cwd=cwd,
-        env=environment,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **colours, **env},
         capture_output=True,
         text=True,
         encoding="utf-8",
