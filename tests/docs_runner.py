@@ -6,9 +6,9 @@ What stands in for what a reader has:
   of bytes (`$LOWMEM_CACHE` points into the sandbox). No weights are downloaded.
 - Data files that pages speak of (`train.jsonl` and so on) lie in the sandbox, and so do the shipped recipes with their
   data, and a finished run at `out/run`, `out/solar`, `out/qlora`.
-- `lowmem train` lines are shortened to two steps (three with `--resume`) of four rows, saved at every step, and run in
-  one process (tests/distributed/test_launch.py starts several). They predict no memory, which would take longer than
-  they do themselves, and which test_memory_check.py has.
+- `lowmem train` lines are shortened to two steps (three with `--resume`), saved at every step, and run in one process
+  (tests/distributed/test_launch.py starts several). They predict no memory, which would take longer than they do
+  themselves, and which test_memory_check.py has.
 - `lowmem waterfall` of a large model shows a small recipe instead; answers have eight tokens.
 """
 
@@ -287,6 +287,7 @@ def _invoked(command: Command, arguments: list[str]) -> str:
 
 @contextlib.contextmanager
 def without_predictions() -> Iterator[None]:
+    """Inside, a run neither checks its memory nor compares it with a prediction."""
     from lowmem.memory.comparison import MemoryComparison
     from lowmem.memory.guard import MemoryGuard
 
@@ -307,7 +308,7 @@ def shortened(arguments: list[str]) -> list[str]:
     result = list(arguments)
     if arguments[:1] == ["train"]:
         steps = 3 if "--resume" in arguments else 2
-        result += [f"training.max_steps={steps}", "training.save_steps=1", "training.batch_size=4"]
+        result += [f"training.max_steps={steps}", "training.save_steps=1"]
         if "quickstart" in arguments:
             result.append("data.exact_match=heldout.jsonl")  # six answers instead of two hundred
     if arguments[:1] in (["generate"], ["chat"]) and "--max-new-tokens" not in arguments:
@@ -316,7 +317,8 @@ def shortened(arguments: list[str]) -> list[str]:
         result[1] = "small.yaml"
     elif arguments[:1] in (["train"], ["data"], ["estimate"]) and is_large(arguments):
         result.append("model.name_or_path=smollm2")
-        result += ["training.batch_size=4", "training.max_length=2048"]  # four passes are followed instead of sixteen
+        if "solar-10.7b-qlora-24gb-long" in arguments:
+            result.append("training.max_length=8192")
     if arguments[:1] == ["plan"] and "--gpus" in arguments:
         result += ["--method", "qlora"]  # one of three searches
     return result

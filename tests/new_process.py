@@ -59,12 +59,13 @@ def completed(
     Args:
         arguments: of the command.
         cwd: the folder it stands in.
-        env: variables beside those of this process. How Python itself starts does not depend on them.
+        env: all its variables; by default, those of this process. What Python and packages read of them while they
+            start was read before.
     """
     with tempfile.TemporaryDirectory() as folder:
         said = [Path(folder, name) for name in ("stdout", "stderr")]
         process = FORKSERVER.Process(
-            target=_completed, args=(arguments, cwd or Path.cwd(), {**os.environ, **(env or {})}, said)
+            target=_completed, args=(arguments, cwd or Path.cwd(), env or dict(os.environ), said)
         )
         process.start()
         code = ended(process)

@@ -212,13 +212,14 @@ ONE_TARGET = [row(1, 2)]  # one row with one target token: the divisor is 1
 
 def cli(*arguments: str, cwd: Path | None = None, env: dict[str, str] | None = None) -> subprocess.CompletedProcess:
     """`lowmem ...` in a process of its own, without a hub and without colours."""
-    colours = {"NO_COLOR": "1", "FORCE_COLOR": ""}
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "NO_COLOR": "1", "OMP_NUM_THREADS": "1", **(env or {})}
+    environment.pop("FORCE_COLOR", None)
     if not env:
-        return completed(*arguments, cwd=cwd, env=colours)
-    return subprocess.run(  # a package that is imported may look at them
+        return completed(*arguments, cwd=cwd, env=environment)
+    return subprocess.run(  # what is imported may look at its variables
         [sys.executable, "-m", "lowmem", *arguments],
         cwd=cwd,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **colours, **env},
+        env=environment,
         capture_output=True,
         text=True,
         encoding="utf-8",
